@@ -22,6 +22,7 @@ from raytrain_opt.async_training.weight_shard import WeightShard, from_wire, to_
 from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.models.resnet import resnet8
 from raytrain_opt.optim.factory import build_optimizer
+from raytrain_opt.results import Steps
 from raytrain_opt.train.state import to_cpu_state
 
 _REPETITIONS = 20
@@ -80,7 +81,7 @@ def open_shard() -> WeightShard:
     optimizer = build_optimizer(_SGD, model, steps_per_epoch=1)
     state = to_cpu_state(model.state_dict(), optimizer.state_dict(), {}, copy=True)
     shard = WeightShard(_SGD, model, 0, 1, 1)
-    shard.load(state, EpochPhase("1.0", 1, 0, (0.01,) * 100, 1, None))
+    shard.load(state, EpochPhase("1.0", 1, Steps(0, (0.01,) * 100), 1, None))
     return shard
 
 

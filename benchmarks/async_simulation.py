@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
@@ -160,21 +160,6 @@ class Network:
         self.clock.schedule(arrived_s, arrived)
 
 
-class NoNetwork:
-    """A network and software that cost no time."""
-
-    worker_s = 0.0
-
-    def __init__(self) -> None:
-        self.clock = Clock()
-
-    def pull(self, worker: int, version: int, now_s: float, arrived: Event) -> None:
-        arrived(now_s)
-
-    def push(self, worker: int, now_s: float, applied: Event) -> None:
-        self.clock.schedule(now_s, applied)
-
-
 @dataclass
 class _Worker:
     micro_batch: int | None = None
@@ -192,25 +177,16 @@ Seconds = Callable[[int], float]
 
 
 class Simulation:
-    """One phase with workers whose micro-batches take `seconds(w)`.
-
-    `on_fetch(worker)` is called when a worker reads the current weights, `on_begin(worker,
-    micro_batch)` when it begins a micro-batch on the weights it has, and `on_update(worker,
-    micro_batch, version)` when the gradient, of weights of this version, has arrived.
-    """
+    """One phase with workers whose micro-batches take `seconds(w)`."""
 
     def __init__(
         self,
         phase: EpochPhase,
         workers: int,
         seconds: Seconds,
-        network: Network | NoNetwork,
-        on_begin: Callable[[int, int], MicroBatchDone],
-        on_update: Callable[[int, int, int], None] = lambda *_: None,
-        on_fetch: Callable[[int], None] = lambda _: None,
+        network: Network,
     ) -> None:
         self.clock, self.seconds, self.network = SspScheduler(phase), seconds, network
-        self._on_begin, self._on_update, self._on_fetch = on_begin, on_update, on_fetch
         self._workers = [_Worker() for _ in range(workers)]
         self._schedule = network.clock.schedule
         self._blocked: list[int] = []
@@ -228,7 +204,6 @@ class Simulation:
     def _fetch(self, number: int, now_s: float) -> None:
         worker = self._workers[number]
         worker.version, worker.fetch_began_s = self.clock.version, now_s
-        self._on_fetch(number)
         self.network.pull(number, worker.version, now_s, partial(self._fetched, number, now_s))
 
     def _fetched(self, number: int, began_s: float, now_s: float) -> None:
@@ -259,29 +234,28 @@ class Simulation:
     def _begin(self, number: int, micro_batch: int, now_s: float) -> None:
         worker = self._workers[number]
         self.clock.begin(number, micro_batch, worker.version, now_s)
-        done = self._on_begin(number, micro_batch)
         end_s = now_s + self.seconds(number) + self.network.worker_s
         fetch_s = max(now_s, end_s - PREFETCH_FACTOR * worker.fetch_s)
         worker.micro_batch = None
         self._schedule(fetch_s, partial(self._fetch, number))
-        self._schedule(end_s, partial(self._computed, number, done, worker.version))
+        self._schedule(end_s, partial(self._computed, number, micro_batch, worker.version))
 
-    def _computed(self, number: int, done: MicroBatchDone, version: int, now_s: float) -> None:
+    def _computed(self, number: int, micro_batch: int, version: int, now_s: float) -> None:
         """Send the gradient after the one before it; one is on the way at a time."""
         worker = self._workers[number]
         if worker.pushing:
-            worker.on_pushed = partial(self._computed, number, done, version)
+            worker.on_pushed = partial(self._computed, number, micro_batch, version)
             return
         worker.pushing = True
-        self.network.push(number, now_s, partial(self._arrived, number, done, version))
+        self.network.push(number, now_s, partial(self._arrived, number, micro_batch, version))
         self._schedule(now_s, partial(self._ask, number))
 
-    def _arrived(self, number: int, done: MicroBatchDone, version: int, now_s: float) -> None:
+    def _arrived(self, number: int, micro_batch: int, version: int, now_s: float) -> None:
         worker = self._workers[number]
         worker.pushing = False
-        self._on_update(number, done.number, version)
         staleness = max(0, self.clock.version - version)
-        self.clock.done(number, replace(done, staleness=staleness), now_s)
+        done = MicroBatchDone(micro_batch, 0.0, 0, 0, staleness=staleness)
+        self.clock.done(number, done, now_s)
         blocked, self._blocked = self._blocked, []
         for other in blocked:
             self._ask(other, now_s)

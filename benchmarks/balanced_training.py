@@ -28,6 +28,7 @@ from raytrain_opt import Job
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.models import build_model
+from raytrain_opt.results import Steps
 from raytrain_opt.train.data_parallel import distribute
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
@@ -178,4 +179,4 @@ def _train(learner: Learner, rank: int, workers: int, steps: int) -> None:
     micro_batches = MicroBatches.for_rank(rank, [1.0] * workers, workers)
     in_epoch = learner.info.steps_per_epoch(learner.config.global_batch_size)
     for first in range(0, steps, in_epoch):
-        learner.train(1, 0, [0.01] * min(steps - first, in_epoch), micro_batches)
+        learner.train(1, Steps(0, (0.01,) * min(steps - first, in_epoch)), micro_batches)

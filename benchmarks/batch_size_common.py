@@ -22,7 +22,7 @@ from raytrain_opt.config.schema import ModelSection
 from raytrain_opt.models import build_model
 from raytrain_opt.results import Probe
 from raytrain_opt.train.batch_size_finder import endless_batches
-from raytrain_opt.train.probe import ProbedTraining, measure, open_probe_sampler
+from raytrain_opt.train.batch_size_probe import ProbedTraining, measure, open_probe_sampler
 
 STRATEGIES = ("throughput_knee", "epoch_time_minimize", "gpu_usage_maximize")
 

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 from raytrain_opt import clock, paths
 from raytrain_opt.cli import main
-from raytrain_opt.execution import lock
+from raytrain_opt.execution import workspace
 
 
 def _refuse(*_: object) -> None:
@@ -27,7 +27,7 @@ def _refuse(*_: object) -> None:
 def set_faults(faults: list[str]) -> None:
     """Let this process meet the faults."""
     if "no_locks" in faults:
-        vars(lock)["fcntl"] = SimpleNamespace(**vars(fcntl) | {"flock": _refuse})
+        vars(workspace)["fcntl"] = SimpleNamespace(**vars(fcntl) | {"flock": _refuse})
     error = dates.timedelta(seconds=float(faults[-1]))
 
     class WrongDate(dates.datetime):

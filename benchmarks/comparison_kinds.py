@@ -146,10 +146,9 @@ def pretrain(task: Task, root: Path, folder: Path) -> str:
     """Train the network on the first 50 classes; return the path of its weights."""
     import torch
 
-    from benchmarks.in_process import ObservedRun, open_learner
+    from benchmarks.in_process import ObservedRun, open_learner, resolve_here
     from raytrain_opt.config.schema import Job
     from raytrain_opt.driver import train
-    from raytrain_opt.execution.preflight import run_preflight
 
     path = folder / f"pretrained-{task.side}-{task.width}.pt"
     if not path.is_file():
@@ -163,8 +162,7 @@ def pretrain(task: Task, root: Path, folder: Path) -> str:
         section = {"policy": "schedule", "shape": "cosine", "initial": 0.1}
         fresh = replace(task, pretrained=None)
         job = Job.model_validate(fresh.job({"name": "arrays", **data}, 12, 0, section))
-        resolved = run_preflight(job).resolved
-        assert resolved is not None
+        resolved = resolve_here(job)
         learner = open_learner(resolved.job)
         train(ObservedRun(resolved, learner))
         torch.save(learner.model.state_dict(), path)

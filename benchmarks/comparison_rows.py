@@ -72,8 +72,6 @@ def rows(ours: Mapping[str, Any]) -> dict[str, Row]:
         "linear_oracle": Row("linear, best of 6 on test", linear, by_test),
         "cosine_grid": Row("cosine, best of 6 on validation", cosine_held_out, by_validation),
         "linear_grid": Row("linear, best of 6 on validation", linear_held_out, by_validation),
-        "asha": Row("Ray Tune ASHA", lambda s: [_tune(s, "asha")], only_sgd=True),
-        "pbt": Row("Ray Tune PBT", lambda s: [_tune(s, "pbt")], only_sgd=True),
         "schedulefree_default": Row(
             "schedule-free SGD 1.0",
             lambda s: [_schedulefree(s, "ScheduleFreeSGD", 1)],
@@ -99,16 +97,6 @@ def rows(ours: Mapping[str, Any]) -> dict[str, Row]:
             only_sgd=True,
         ),
         "users": Row("best of 13 that users take, by test", _of_users, by_test, only_sgd=True),
-        "lr_find": Row(
-            "Lightning's lr_find, then cosine",
-            lambda s: [_lr_find(s, "lightning")],
-            only_sgd=True,
-        ),
-        "lr_find_by_step": Row(
-            "the same, suggestion as before 2.5.3",
-            lambda s: [_lr_find(s, "step")],
-            only_sgd=True,
-        ),
         "ours_start_too_small": Row(
             "ours, start 100 x too small", lambda s: [_ours(s, {**ours, "initial": low})]
         ),
@@ -120,7 +108,7 @@ def rows(ours: Mapping[str, Any]) -> dict[str, Row]:
 
 def _ours(setting: Setting, section: Mapping[str, Any]) -> Unit:
     start = f" from {section['initial']:g}" if "initial" in section else ""
-    return Unit(f"ours{start}", "train", setting, section, optimizer=setting.optimizer)
+    return Unit(f"ours{start}", setting, section, optimizer=setting.optimizer)
 
 
 def published_stpt(setting: Setting, *overrides: str, file: str = STPT_FILE) -> dict[str, Any]:
@@ -136,7 +124,7 @@ def published_stpt(setting: Setting, *overrides: str, file: str = STPT_FILE) -> 
 
 def _stpt(setting: Setting) -> Unit:
     section = published_stpt(setting)
-    return Unit("stpt", "train", setting, section, optimizer=_of_schedules(setting))
+    return Unit("stpt", setting, section, optimizer=_of_schedules(setting))
 
 
 def _of_schedules(setting: Setting) -> str:
@@ -163,7 +151,6 @@ def _schedule(
     lr = round(times * OPTIMIZERS[optimizer][1], 6)
     return Unit(
         f"{optimizer} {shape} {lr:g}",
-        "train",
         setting,
         _section(setting, shape, lr),
         optimizer=optimizer,
@@ -175,11 +162,6 @@ def _grid(shape: str, holds_out: bool = False) -> Units:
     return lambda setting: [
         _schedule(setting, shape, times, holds_out=holds_out) for times in GRID
     ]
-
-
-def _tune(setting: Setting, name: str) -> Unit:
-    section = _section(setting, "cosine", DEFAULT_LR)
-    return Unit(name, name, setting, section, {"trainings": len(GRID)})
 
 
 def _schedulefree(setting: Setting, optimizer: str, times: float) -> Unit:
@@ -222,11 +204,6 @@ def _of_users(setting: Setting) -> list[Unit]:
         for times in grid
     ]
     return [*decays, *_schedulefree_adamw(setting)]
-
-
-def _lr_find(setting: Setting, by: str) -> Unit:
-    section = _section(setting, "cosine", DEFAULT_LR)
-    return Unit(f"lr_find by {by}", "lr_find", setting, section, {"by": by}, holds_out=False)
 
 
 def target_of(result: Result) -> float:
@@ -293,13 +270,10 @@ def summary(table: Table) -> dict[str, Any]:
         "ours_minus_grid_points": ("cosine_grid", "linear_grid"),
         "ours_minus_stpt_points": ("stpt",),
         "ours_minus_cosine_default_points": ("cosine_default",),
-        "ours_minus_asha_points": ("asha",),
-        "ours_minus_pbt_points": ("pbt",),
         "ours_minus_everything_points": ("everything",),
         "ours_minus_users_points": ("users",),
         "ours_minus_sgd_grid_points": ("cosine_oracle", "linear_oracle"),
         "ours_minus_schedulefree_points": ("schedulefree_default", "schedulefree_oracle"),
-        "ours_minus_lr_find_points": ("lr_find", "lr_find_by_step"),
     }
     means: dict[str, Any] = {}
     by_task: dict[str, dict[str, float]] = {}

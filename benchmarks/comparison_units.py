@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -20,7 +20,6 @@ from typing import Any, Protocol
 from benchmarks.comparison_tasks import Task
 
 Result = dict[str, Any]
-TUNE = ("asha", "pbt")
 
 
 @dataclass(frozen=True)
@@ -46,13 +45,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class Unit:
-    """One training, or one search by Ray Tune; `kind` says which function computes it.
+    """One training, by `train_in_process`.
 
     With `holds_out` there is a validation split, which a fixed schedule does not train on.
     """
 
     name: str
-    kind: str
     setting: Setting
     learning_rate: Mapping[str, Any]
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -85,7 +83,7 @@ class Unit:
         job, task = self.job, asdict(self.setting.task)
         job["model"].pop("weights", None)  # a path
         inputs = {
-            "kind": self.kind,
+            "kind": "train",  # as in caches of earlier versions
             # Without the network, which the job names.
             "task": {k: v for k, v in task.items() if k != "network" and v is not None},
             "job": {key: value for key, value in job.items() if key != "data"},
@@ -165,30 +163,9 @@ def missing(units: Sequence[Unit], cache: Cache) -> list[Unit]:
 
 
 def compute_all(units: Sequence[Unit], processes: int) -> Iterator[tuple[Unit, Result]]:
-    """Compute the units in parallel processes of one thread, yielding results as they come.
-
-    Ray Tune's searches are last, so that no Ray runs beside the other units.
-    """
+    """Compute the units in parallel processes of one thread, yielding results as they come."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    yield from _side_by_side([unit for unit in units if unit.kind not in TUNE], processes)
-    searches = [unit for unit in units if unit.kind in TUNE]
-    if searches:
-        from benchmarks.comparison_tune import join, local_ray
-
-        numbers = get_context("spawn").Queue()
-        for number in range(processes):
-            numbers.put(number)
-        with local_ray(processes) as address:
-            yield from _side_by_side(searches, processes, join, (address, numbers))
-
-
-def _side_by_side(
-    units: Sequence[Unit],
-    processes: int,
-    initializer: Callable[..., None] | None = None,
-    arguments: tuple[Any, ...] = (),
-) -> Iterator[tuple[Unit, Result]]:
-    with ProcessPoolExecutor(processes, get_context("spawn"), initializer, arguments) as pool:
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         futures = {pool.submit(compute, unit): unit for unit in units}
         try:
             for future in as_completed(futures):
@@ -201,21 +178,8 @@ def compute(unit: Unit) -> Result:
     """Compute one unit in this process on one thread."""
     import torch
 
+    from benchmarks.in_process import train_in_process
     from raytrain_opt.config.schema import Job
 
     torch.set_num_threads(1)
-    job = Job.model_validate(unit.job)
-    match unit.kind:
-        case "train":
-            from benchmarks.in_process import train_in_process
-
-            return train_in_process(job).to_json()
-        case "lr_find":
-            from benchmarks.comparison_others import train_after_lr_find
-
-            return train_after_lr_find(job, unit.options["by"]).to_json()
-        case "asha" | "pbt":
-            from benchmarks.comparison_tune import search
-
-            return search(unit).to_json()
-    raise ValueError(f"unknown kind of training: {unit.kind}")
+    return train_in_process(Job.model_validate(unit.job)).to_json()

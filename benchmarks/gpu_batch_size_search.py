@@ -46,7 +46,7 @@ from raytrain_opt.config.batch_size import ThroughputKneeSearch
 from raytrain_opt.config.schema import ModelSection
 from raytrain_opt.errors import ResourcesError
 from raytrain_opt.recording.recorder import versions
-from raytrain_opt.train.probe import open_probe_sampler
+from raytrain_opt.train.batch_size_probe import open_probe_sampler
 
 SIZES = [8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048]
 SET_SAMPLES = 2**20

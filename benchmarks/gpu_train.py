@@ -73,10 +73,11 @@ from raytrain_opt.data.base import Batch
 from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.data.transforms import IMAGENET_MEAN_STD
 from raytrain_opt.models import build_model
+from raytrain_opt.results import Steps
+from raytrain_opt.train.kernels import choose_kernels
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
-from raytrain_opt.train.precision import choose_kernels
 
 # Small enough that the networks' values stay in range, which timings depend on.
 LR, MOMENTUM, WEIGHT_DECAY, SMOOTHING = 1e-3, 0.9, 1e-4, 0.1
@@ -191,7 +192,7 @@ class Bench:
             choose_kernels("auto", self.device)
             for start in range(0, steps, _STEPS_PER_EPOCH):
                 lrs = (LR,) * min(_STEPS_PER_EPOCH, steps - start)
-                learner.train(next(epochs), 0, lrs, micro_batches)
+                learner.train(next(epochs), Steps(0, lrs), micro_batches)
 
         return train
 

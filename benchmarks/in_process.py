@@ -25,16 +25,16 @@ from raytrain_opt.data import load_shared_data
 from raytrain_opt.driver import train
 from raytrain_opt.errors import DivergedError
 from raytrain_opt.execution.callbacks import Callbacks
-from raytrain_opt.execution.preflight import ResolvedJob, run_preflight
+from raytrain_opt.execution.check import try_job
 from raytrain_opt.execution.progress import Startup
-from raytrain_opt.execution.session import Workspace
+from raytrain_opt.execution.resolve import Placement, Resolved, resolve
 from raytrain_opt.execution.signals import StopRequest
 from raytrain_opt.execution.training_run import TrainingRun
+from raytrain_opt.execution.workspace import Workspace
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.pools.commands import StateRef
-from raytrain_opt.pools.in_process import in_process_backend
+from raytrain_opt.pools.in_process import in_process_pools
 from raytrain_opt.recording.event_log import EventLog
-from raytrain_opt.search.factory import max_candidates
 from raytrain_opt.search.policy import Decision, TryCandidates
 from raytrain_opt.terminal.progress import Terminal
 from raytrain_opt.train.checkpoint import Checkpoints
@@ -92,14 +92,19 @@ def open_learner(job: Job) -> Learner:
     return Learner(LearnerConfig.from_job(job), load_shared_data(job.data), torch.device("cpu"))
 
 
+def resolve_here(job: Job) -> Resolved:
+    """Resolve a job with the workers that it asks for."""
+    facts, *_ = try_job(job)
+    return resolve(job, facts, Placement.from_job(job), job.global_batch_size)
+
+
 def train_in_process(job: Job, *, on_training_images: bool = False) -> Outcome:
     """Train the job; a training that diverges has an outcome, too.
 
     on_training_images: also measure the final accuracy on them; the data are arrays.
     """
-    resolved = run_preflight(job).resolved
-    assert resolved is not None  # no batch size is to be searched
-    learner = open_learner(resolved.job)
+    resolved = resolve_here(job)
+    learner = Learner(resolved.learner, load_shared_data(job.data), torch.device("cpu"))
     run = ObservedRun(resolved, learner)
     try:
         train(run)
@@ -172,19 +177,21 @@ class Reporter:
 class ObservedRun(TrainingRun):
     """One execution of a job on one learner, without a run directory."""
 
-    def __init__(self, resolved: ResolvedJob, learner: Learner) -> None:
+    def __init__(self, resolved: Resolved, learner: Learner) -> None:
         job, began_s = resolved.job, monotonic_s()
         terminal, recorder = Terminal(Console(quiet=True)), NullRecorder()
         event_log, paths = EventLog(recorder, terminal.note, began_s), RunPaths(Path(job.name))
         checkpoints = Checkpoints(paths.checkpoints, job.checkpoint)
         super().__init__(
             resolved,
-            in_process_backend(
+            in_process_pools(
                 learner,
-                with_slots=max_candidates(job) > 0 and job.search_on == "slots",
+                with_slots=resolved.candidates > 0 and job.search_on == "slots",
                 candidate_batch=job.learning_rate.candidate_batch,
             ),
-            Workspace(paths, checkpoints, terminal, Startup(began_s), StopRequest()),
+            Workspace(
+                terminal, StopRequest(), Startup(began_s), paths, checkpoints, lambda _: None
+            ),
             recorder,
             NullCheckpoints(),
             event_log,

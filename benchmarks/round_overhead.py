@@ -37,6 +37,7 @@ import ray
 from raytrain_opt import Job, run
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.recording.recorder import versions
+from raytrain_opt.results import Steps
 
 MULTIPLIERS = [1.5, 1.0, 0.75, 0.5]
 ALPHA_STEPS, STEPS, GLOBAL_BATCH, VALIDATION_SAMPLES = 1, 3, 8, 8
@@ -107,8 +108,8 @@ def _candidate_trial(config: dict[str, Any]) -> None:
     learner = Learner(LearnerConfig.from_job(job), None, torch.device("cpu"))
     if config["state"] is not None:
         learner.load(ray.get(config["state"][0]))
-    lrs = [config["lr"]] * ALPHA_STEPS
-    trained = learner.train(1, 0, lrs, MicroBatches(range(2), 2))
+    lrs = (config["lr"],) * ALPHA_STEPS
+    trained = learner.train(1, Steps(0, lrs), MicroBatches(range(2), 2))
     scored = learner.evaluate("validation")
     compute_s = trained.duration_s + scored.duration_s
     ray.get(config["states"].keep.remote(config["lr"], learner.state(copy=True)))
@@ -129,8 +130,8 @@ def _main_loop(config: dict[str, Any]) -> None:
     rank = ray.train.get_context().get_world_rank()
     learner = Learner(LearnerConfig.from_job(config["job"]), None, torch.device("cpu"), distribute)
     learner.load(ray.get(config["states"].take.remote(config["lr"])))
-    lrs = [config["lr"]] * (STEPS - ALPHA_STEPS)
-    trained = learner.train(1, ALPHA_STEPS, lrs, MicroBatches(range(rank, rank + 1), 2))
+    lrs = (config["lr"],) * (STEPS - ALPHA_STEPS)
+    trained = learner.train(1, Steps(ALPHA_STEPS, lrs), MicroBatches(range(rank, rank + 1), 2))
     if rank == 0:
         ray.get(config["states"].keep.remote("main", learner.state(copy=True)))
         ray.get(config["states"].keep.remote("main compute_s", trained.duration_s))

@@ -13,8 +13,8 @@ same batch, epochs and augmentation for all contenders of a task.
 With `--optimizer auto`, the default, ours chooses the optimizer and the other rows train with
 momentum SGD 0.9, weight decay 5e-4, unless they are named after another; with an optimizer named,
 all rows train with that one. Fixed schedules train on all training images. What chooses by a
-validation split holds it out: ours during its search, the rows named `grid`, STPT and Ray Tune's
-during the training. The accuracy is that on the test split after the last epoch; only the rows
+validation split holds it out: ours during its search, the rows named `grid` and STPT during the
+training. The accuracy is that on the test split after the last epoch; only the rows
 named `oracle`, and `everything`, choose by it, to show the result of a perfect choice. A seed sets
 weights, order, augmentation and the split of the training images.
 
@@ -36,26 +36,22 @@ users                 the best by the test split of what people take: AdamW at f
                       four, Muon at three, cosine with a warm-up; schedule-free AdamW at two
 everything            the best by the test split of all trainings of fixed schedules in this table,
                       with any optimizer and rate, schedule-free ones included
-asha, pbt             Ray Tune's own, with the compute of the grid (comparison_tune.py)
 schedulefree          schedule-free SGD at its default rate, 1, and the best of three;
                       schedule-free AdamW at 0.0025, and the best of two
-lr_find               Lightning's Tuner.lr_find, then cosine from its suggestion. Since 2.5.3 it
-                      suggests far too little on noisy losses (its issue 21141, open); the second
-                      row takes the suggestion that older versions make from the same range test
 
-Ours, STPT and the schedules run the product's own code (`driver.train`, policies, schedules,
-learner, data) **in one process without Ray** (in_process.py), one candidate after another instead
-of side by side. The others use the product's learner too.
+All rows run the product's own code (`driver.train`, policies, schedules, learner, data) **in one
+process without Ray** (in_process.py), one candidate after another instead of side by side. Ray
+Tune's ASHA and PBT and Lightning's `lr_find` were rows until 2026-11-25; their figures are in
+results/default_search.md.
 
 Columns: `accuracy_*`, in percent, over the seeds. `trainings`: samples trained, including every
-candidate's and trial's, divided by those of one training; samples that are only scored do not
-count. `wall_seconds`: training, searching and scoring in one process of one thread, one after
-another, without the start of processes (except Ray Tune's for its trials), imports, building the
-network, reading data, and evaluating on the test split. `reach_*`: the same until the first epoch
-that is as good as the final one of the cosine from the customary rate with the same seed, on a
-part of the test split of about 2,500 images that is evaluated after each epoch: a noisy measure;
-means over the `reached` seeds. Where one of several trainings is chosen, the others are counted
-first; for a search on Ray Tune, everything that ran before.
+candidate's, divided by those of one training; samples that are only scored do not count.
+`wall_seconds`: training, searching and scoring in one process of one thread, one after another,
+without the start of processes, imports, building the network, reading data, and evaluating on the
+test split. `reach_*`: the same until the first epoch that is as good as the final one of the
+cosine from the customary rate with the same seed, on a part of the test split of about 2,500
+images that is evaluated after each epoch: a noisy measure; means over the `reached` seeds. Where
+one of several trainings is chosen, the others are counted first.
 
 `summary`: differences in points and `ours_samples_ratio` (trainings of ours), means over the
 tasks, then by task. The oracle is the better of the cosine's and the linear's.
@@ -78,7 +74,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -143,7 +138,7 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "optimizer": args.optimizer,
         },
         "machine": machine(),
-        "versions": _versions(),
+        "versions": versions(),
     }
 
 
@@ -181,17 +176,6 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{row['reach_trainings']:.2f}" if reached else "-",
         f"{row['reach_seconds']:.0f}" if reached else "-",
     ]
-
-
-def _versions() -> dict[str, Any]:
-    """Return the versions, without those of packages that the computed rows did not need."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = dict(versions())
-    for name in ("lightning", "schedulefree"):
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
 
 
 def _arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

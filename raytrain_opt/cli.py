@@ -33,7 +33,6 @@ _COMMANDS = {
     "export": "Write the network of a run as one file.",
     "shard": "Pack an image folder into tar files.",
     "doctor": "Check a cluster before paying for a run.",
-    "plan": "Predict time and cost on another cluster.",
     "submit": "Run a job on a cluster, download results.",
     "schema": "Print the JSON schema of job files.",
 }
@@ -59,6 +58,8 @@ _dashboard = click.option(
     metavar="URL",
     help="URL of the cluster's dashboard. Default: http://localhost:8265.",
 )
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
+_run_dirs = click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True)
 _verbose = click.option("--verbose", is_flag=True, help="Show Ray's own messages and tracebacks.")
 
 
@@ -173,8 +174,8 @@ def find_batch_size(job_file: str, overrides: tuple[str, ...], **options: Any) -
 
 
 @main.command()
-@click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True)
-@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON, for scripts.")
+@_run_dirs
+@_json
 def report(run_dirs: tuple[str, ...], as_json: bool) -> None:
     """Write the report of a run, RUN_DIR/report.html, with its plots.
 
@@ -192,7 +193,7 @@ def report(run_dirs: tuple[str, ...], as_json: bool) -> None:
 
 @main.command()
 @click.argument("storage", default="runs")
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON array, for scripts.")
+@_json
 def runs(storage: str, as_json: bool) -> None:
     """List the runs below STORAGE, a folder or a URI, newest first. Default: runs.
 
@@ -249,39 +250,6 @@ def doctor(job_file: str | None, overrides: tuple[str, ...], address: str | None
 @main.command()
 @_job_file
 @_overrides
-@click.option(
-    "--cluster",
-    metavar="CLUSTER",
-    required=True,
-    help="NODESxDEVICESxKIND such as 8x8xH100, or a YAML file with bandwidths and price.",
-)
-@click.option(
-    "--measured",
-    metavar="RUN_DIR",
-    multiple=True,
-    help="Run of one worker, or of find-batch-size, that measured the job on such a device.",
-)
-@click.option(
-    "--data", metavar="SAMPLESxCLASSES", help="Size of a data set that is not on this machine."
-)
-@click.option("--within", metavar="TIME", help="Find the cheapest choice, such as within 90m.")
-@click.option("--budget", type=float, help="Find the fastest choice for this price.")
-def plan(job_file: str, overrides: tuple[str, ...], data: str | None, **options: Any) -> None:
-    """Predict time, memory, storage and cost of a job on a cluster that is only described.
-
-    Example: raytrain-opt plan jobs/imagenet_resnet50_81920.yaml --cluster 256x8xH100
-    --data 1281167x1000
-    """
-    from raytrain_opt.commands.plan import plan as make_plan
-
-    # Files of the data may be on the cluster only.
-    job = _load_job(job_file, overrides, check=data is None)
-    _echo(make_plan(job, data=data, **options))
-
-
-@main.command()
-@_job_file
-@_overrides
 def validate(job_file: str, overrides: tuple[str, ...]) -> None:
     """Check a job file and its data, without training or downloading anything.
 
@@ -293,9 +261,9 @@ def validate(job_file: str, overrides: tuple[str, ...]) -> None:
 
 
 @main.command()
-@click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True)
+@_run_dirs
 @click.option("--ensemble", is_flag=True, help="Also evaluate the mean of their probabilities.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@_json
 @_trust
 def evaluate(run_dirs: tuple[str, ...], ensemble: bool, as_json: bool, trust: bool) -> None:
     """Compute the top-1 and top-5 error of finished runs or of single checkpoints.
@@ -315,7 +283,7 @@ def evaluate(run_dirs: tuple[str, ...], ensemble: bool, as_json: bool, trust: bo
 @main.command()
 @click.argument("run_dir", metavar="RUN")
 @click.argument("images", metavar="IMAGE...", nargs=-1, required=True)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@_json
 @_trust
 def predict(run_dir: str, images: tuple[str, ...], as_json: bool, trust: bool) -> int:
     """Print the three most probable classes of images, and their probabilities.
@@ -338,7 +306,7 @@ def predict(run_dir: str, images: tuple[str, ...], as_json: bool, trust: bool) -
     "--format",
     "name",
     required=True,
-    type=click.Choice(["torch_export", "onnx", "torchscript", "safetensors"]),
+    type=click.Choice(["torch_export", "onnx", "safetensors"]),
     help="onnx needs the packages of raytrain_opt[onnx].",
 )
 @click.option("--output", metavar="FILE", help="Default: model.SUFFIX in this directory.")
@@ -405,9 +373,9 @@ def _echo(text: str, *, err: bool = False) -> None:
     click.echo(printable(text), err=err)
 
 
-def _load_job(job_file: str, overrides: tuple[str, ...], *, check: bool = True) -> Job:
-    """Load the job; report errors of names and files together with those of the schema."""
+def _load_job(job_file: str, overrides: tuple[str, ...]) -> Job:
+    """Load the job; report errors of names, files and the schema together."""
     from raytrain_opt.config.load import load_job
-    from raytrain_opt.execution.preflight import check_sections
+    from raytrain_opt.execution.check import check_sections
 
-    return load_job(job_file, overrides, check_sections if check else None)
+    return load_job(job_file, overrides, check_sections)

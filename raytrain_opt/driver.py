@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.schema import Job
-from raytrain_opt.execution.resume import check_resumed_job, find_unfinished_run
-from raytrain_opt.execution.session import open_session
+from raytrain_opt.execution.backend import open_backend
+from raytrain_opt.execution.resolve import resolve
+from raytrain_opt.execution.resume import find_run
+from raytrain_opt.execution.workspace import open_frontend, open_workspace
+from raytrain_opt.paths import mark_ended
 from raytrain_opt.search.policy import (
     CandidateResult,
     Decision,
@@ -21,6 +25,7 @@ from raytrain_opt.search.policy import (
 
 if TYPE_CHECKING:
     from raytrain_opt.execution.result import RunResult
+    from raytrain_opt.execution.training_run import TrainingRun
 
 State = TypeVar("State")
 
@@ -80,7 +85,7 @@ def run(
 ) -> RunResult:
     """Train a job and return its result.
 
-    address: Ray cluster ("auto", "ray://…", host:port). By default that of RAY_ADDRESS; without
+    address: Ray cluster ("auto", "ray://…", host:port). Default: RAY_ADDRESS; without
         it, Ray is started on this machine and shut down afterwards. A Ray that the caller has
         initialized is used and left running.
     in_process: train in this process, without Ray, one candidate after the other.
@@ -90,30 +95,44 @@ def run(
 
     Raises RaytrainOptError; checkpoints stay in the run directory.
     """
-    began_s = monotonic_s() if started_s is None else started_s
-    if resume is None:
-        resume = find_unfinished_run(job)
-    else:
-        check_resumed_job(job, resume)
-    if in_process:
-        from raytrain_opt.execution.in_process import start_in_process
+    with open_run(job, address, in_process, verbose, resume, started_s) as training_run:
         from raytrain_opt.execution.result import finish
 
-        with start_in_process(job, began_s=began_s, resume=resume) as training_run:
-            train(training_run)
-            return finish(training_run)
-    with open_session(
-        job, address=address, verbose=verbose, began_s=began_s, resume=resume
-    ) as session:
-        # Not at the top: they load torch, which is imported while Ray starts.
-        from raytrain_opt.execution.batch_size import search_batch_size
-        from raytrain_opt.execution.result import finish
-        from raytrain_opt.execution.start import start_run
+        train(training_run)
+        result = finish(training_run)
+    mark_ended(result.run_dir)  # after Ray's end, which takes seconds in which a kill may come
+    return result
 
-        resolved = search_batch_size(session)
-        with start_run(resolved, session) as training_run:
-            train(training_run)
-            return finish(training_run)
+
+@contextmanager
+def open_run(
+    job: Job,
+    address: str | None = None,
+    in_process: bool = False,
+    verbose: bool = False,
+    resume: str | None = None,
+    started_s: float | None = None,
+) -> Iterator[TrainingRun]:
+    """Start all that trains a job, and end it afterwards; for the arguments see `run`."""
+    job, resume = find_run(job, resume)
+    with (
+        open_frontend(monotonic_s() if started_s is None else started_s) as frontend,
+        open_backend(job, frontend, in_process, address, verbose, resume is not None) as backend,
+    ):
+        facts = backend.read()  # on Ray, in a thread while Ray starts
+        with open_workspace(job, frontend, resume, facts.info, backend.options) as workspace:
+            placement = backend.place(facts)
+            batch_size = backend.find_batch_size(facts, placement, workspace)
+            resolved = resolve(job, facts, placement, batch_size)
+            workspace.write_job(resolved.job)
+            # Not at the top: it loads torch, which is imported while Ray starts.
+            from raytrain_opt.execution.result import open_training_run
+
+            with (
+                backend.start(resolved, workspace) as pools,
+                open_training_run(resolved, pools, workspace) as training_run,
+            ):
+                yield training_run
 
 
 def train(run: Run[State]) -> None:

@@ -27,12 +27,16 @@ from raytrain_opt.storage import (
     open_store,
     read,
     read_object,
+    remove,
     remove_tree,
     storage_errors,
     sync,
 )
 from raytrain_opt.temporary import TemporaryFolder
 
+# A file beside result.json until the command has ended: where it was killed before that, whoever
+# repeats the command (`resume: auto`) finds this run again, and does not start a new one.
+ENDING = "ending"
 # Name of a run directory: job, date and time in UTC, random number.
 _RUN_ID = re.compile(r"(?P<name>.+)-(?P<date>\d{8}-\d{6})-[0-9a-f]{16}")
 _DATE = "%Y%m%d-%H%M%S"
@@ -60,6 +64,7 @@ class RunPaths:
         self.local = local
         self.remote = remote
         self.job, self.result = local / "job.yaml", local / "result.json"
+        self.ending = local / ENDING
         self.rounds, self.epochs = local / "rounds.jsonl", local / "epochs.jsonl"
         self.timeline, self.events = local / "timeline.jsonl", local / "events.jsonl"
         self.batch_sizes, self.batch_size = local / "batch_size.jsonl", local / "batch_size.json"
@@ -228,7 +233,7 @@ def readable(run_dir: str, argument: str) -> Iterator[None]:
 
 
 def newest_unfinished(storage_path: str, name: str) -> str | None:
-    """Return the newest run directory of this name with checkpoints and without a result.
+    """Return the newest run directory of this name with checkpoints that has not ended.
 
     None when there is none. Raises StorageError when the storage cannot be read.
     """
@@ -272,4 +277,11 @@ def _is_own(path: Path) -> bool:
 
 
 def _is_unfinished(run_dir: str) -> bool:
-    return read(run_dir, "result.json") is None and read(run_dir, INDEX) is not None
+    is_ended = read(run_dir, "result.json") is not None and read(run_dir, ENDING) is None
+    return not is_ended and read(run_dir, INDEX) is not None
+
+
+def mark_ended(run_dir: str) -> None:
+    """Let `resume: auto` take a run with a result as finished."""
+    with suppress(StorageError):  # then it is only ended once more
+        remove(run_dir, ENDING)

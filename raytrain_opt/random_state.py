@@ -91,7 +91,7 @@ def _referents(value: object) -> list[Any]:
 
 @contextmanager
 def preserve_random_state(device: torch.device | None = None) -> Iterator[None]:
-    """Restore the generators of Python, NumPy and torch on exit, and that of `device` if a GPU."""
+    """Restore the generators of Python, NumPy, torch and, if it is a GPU, `device` on exit."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     gpus = [device] if device is not None and device.type == "cuda" else []
     with torch.random.fork_rng(devices=gpus):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, FiniteFloat
 
 if TYPE_CHECKING:
     import numpy as np
@@ -16,6 +16,50 @@ if TYPE_CHECKING:
 
 # What is evaluated.
 Split = Literal["validation", "test"]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Consecutive steps of one epoch, as a policy decided on them."""
+
+    first: Annotated[int, Field(description="Number of the first step in its epoch, from 0.")]
+    lrs: Annotated[tuple[FiniteFloat, ...], Field(description="Learning rate of each step.")]
+    weight_decay_factor: Annotated[
+        float,
+        Field(
+            description=(
+                "Factor on the optimizer's weight decay; with `weight_decay: auto` the decay "
+                "itself."
+            )
+        ),
+    ] = 1.0
+    optimizer: Annotated[
+        int,
+        Field(description="Position among the job's optimizers; one that is new starts afresh."),
+    ] = 0
+    held_out: Annotated[
+        int, Field(description="Samples of the validation split that others replace.")
+    ] = 0
+
+    @property
+    def end(self) -> int:
+        """The number of the step after the last."""
+        return self.first + len(self.lrs)
+
+    def before(self, count: int) -> Steps:
+        """Return the first `count` of the steps."""
+        return replace(self, lrs=self.lrs[:count])
+
+    def after(self, count: int) -> Steps:
+        """Return the steps without the first `count` of them."""
+        return replace(self, first=self.first + count, lrs=self.lrs[count:])
+
+    def plus(self, later: Steps) -> Steps:
+        """Return these steps and later ones as one, which were decided on as the later ones."""
+        return replace(later, first=later.first - len(self.lrs), lrs=self.lrs + later.lrs)
+
+
+NO_STEPS = Steps(0, ())
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Compute threads on the CPU: how many, and how they wait for each other.
+"""Compute threads on the CPU: how many, and how they wait; and work beside the main thread.
 
 After each operation the threads of OpenMP wait for the last one. By default they spin meanwhile:
 where another program has the core of one of them, training is 10 to 90 times slower than with one
@@ -13,9 +13,14 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
+from typing import TypeVar
+
+R = TypeVar("R")
 
 # OpenMP reads them when torch is loaded; processes that are started here inherit them. GNU's
 # takes the number of spins, each of some nanoseconds, and 300,000 by default; others the policy.
@@ -61,7 +66,29 @@ class Cores:
         usable = max(1, self.available // 4, int(self.idle + 0.5))
         return self.requested or max(1, usable // processes)
 
-    def tell(self, threads: int, processes: int, note: Callable[[str], None]) -> None:
+    def choose(
+        self,
+        processes: int,
+        note: Callable[[str], None],
+        fastest: Callable[[int], int] | None = None,
+    ) -> int:
+        """Return the threads of each process, and say why they are fewer than its cores.
+
+        fastest: times the training and returns the number of threads to use, at most that given.
+        """
+        most = self.threads(processes)
+        self._tell(most, processes, note)
+        if fastest is None or self.requested is not None or most == 1:
+            return most
+        threads = fastest(most)
+        if threads < most:
+            note(
+                f"computing with {threads} of {most} threads per process: more are not faster for "
+                "this network and batch (workers.threads sets another number)"
+            )
+        return threads
+
+    def _tell(self, threads: int, processes: int, note: Callable[[str], None]) -> None:
         """Say where other programs, or torch, make computing slower than it could be."""
         if self.requested is None and threads < self.available // processes:
             note(
@@ -102,3 +129,22 @@ def _idle_cores() -> float:
     began_s, before_s = time.monotonic(), idle_s()
     time.sleep(_SAMPLE_S)
     return (idle_s() - before_s) / (time.monotonic() - began_s)
+
+
+def compute_threads(threads: int | None, residents_on_node: int, cores: int | None = None) -> int:
+    """Return a resident's compute threads on CPU: the job's, or an even part of the cores."""
+    return threads or max(1, (cores or available_cores()) // residents_on_node)
+
+
+def start_thread(function: Callable[[], R]) -> Future[R]:
+    """Call a function in a thread that ends with the process, even if its work never does."""
+    future: Future[R] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # noqa: BLE001 - raised where the result is needed
+            future.set_exception(error)
+
+    Thread(target=call, daemon=True).start()
+    return future

@@ -84,14 +84,14 @@ def _searched(title: str, candidates: str, alpha: float = STPT_ALPHA) -> Row:
     overrides = (f"learning_rate.candidates={candidates}", f"learning_rate.alpha={alpha}")
 
     def units(setting: Setting) -> list[Unit]:
-        return [Unit(title, "train", setting, published_stpt(setting, *overrides))]
+        return [Unit(title, setting, published_stpt(setting, *overrides))]
 
     return Row(title, units)
 
 
 def _local(setting: Setting) -> Unit:
     section = published_stpt(setting, "learning_rate.candidate_batch=local")
-    return Unit("local", "train", setting, section, {"workers": PAPER_WORKERS})
+    return Unit("local", setting, section, {"workers": PAPER_WORKERS})
 
 
 def _with_optimizer(name: str, lr: float) -> Row:
@@ -99,7 +99,7 @@ def _with_optimizer(name: str, lr: float) -> Row:
 
     def units(setting: Setting) -> list[Unit]:
         section = published_stpt(setting, *overrides)
-        return [Unit(name, "train", setting, section, optimizer=name)]
+        return [Unit(name, setting, section, optimizer=name)]
 
     return Row(f"Mix with {name}", units)
 
@@ -108,7 +108,7 @@ def _cifar_job(setting: Setting) -> Unit:
     # Its rate is for 32 images.
     rate = published_stpt(setting, file=CIFAR_FILE)["initial"] * setting.task.batch / 32
     section = published_stpt(setting, f"learning_rate.initial={rate}", file=CIFAR_FILE)
-    return Unit("cifar_job", "train", setting, section)
+    return Unit("cifar_job", setting, section)
 
 
 def _reference(setting: Setting, plateau_on: str) -> Unit:
@@ -116,7 +116,7 @@ def _reference(setting: Setting, plateau_on: str) -> Unit:
     rate = published_stpt(setting)["initial"]
     plateau = f"shape: plateau, plateau_on: {plateau_on}, patience: {patience}, initial: {rate}"
     section = published_stpt(setting, f"learning_rate={{policy: schedule, {plateau}}}")
-    return Unit(f"reference by {plateau_on}", "train", setting, section)
+    return Unit(f"reference by {plateau_on}", setting, section)
 
 
 def _warmup_epochs(setting: Setting) -> int:

@@ -28,7 +28,7 @@ from benchmarks.in_process import train_in_process
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.load import load_job
 from raytrain_opt.config.schema import Job
-from raytrain_opt.execution.rescale import resolve_lr_scaling
+from raytrain_opt.execution.resolve import Placement, settle
 from raytrain_opt.recording.recorder import versions
 from raytrain_opt.report.plots import draw
 
@@ -66,7 +66,8 @@ class Training:
             "batch_size_search=null",
             "evaluate.every_epochs=1",
         )
-        return resolve_lr_scaling(load_job(JOBS / self.file, [*scale, *self.overrides]))
+        job = load_job(JOBS / self.file, [*scale, *self.overrides])
+        return settle(job, Placement.from_job(job), job.global_batch_size)
 
     @property
     def key(self) -> str:

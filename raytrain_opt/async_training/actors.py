@@ -1,5 +1,7 @@
 """The parameter server as Ray actors: one coordinator, and shards that hold the weights.
 
+At the end the program of the workers, which the driver hands to Ray Train.
+
 The pure parts are `scheduler` and `weight_shard`; this is who talks to whom. Workers claim
 micro-batches from the coordinator, pull weights from all shards, push gradients to all shards,
 which apply them at once, and report to the coordinator. Coordinator and shards know the phase that
@@ -11,12 +13,13 @@ Importing this imports no torch: only the shards' processes load it.
 from __future__ import annotations
 
 import asyncio
+import math
 import pickle
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
 
@@ -24,19 +27,26 @@ from raytrain_opt.async_training.scheduler import EpochPhase, MicroBatchDone, Ss
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.cluster.connection import alive_nodes, on_driver_node
 from raytrain_opt.data.base import DataInfo
-from raytrain_opt.pools.mailbox_state import Signal
+from raytrain_opt.pools.mailbox import Signal
 from raytrain_opt.recording.records import StalenessRecord
 from raytrain_opt.results import TrainTotals
+from raytrain_opt.threads import compute_threads
 from raytrain_opt.train.learner_config import LearnerConfig
 
 if TYPE_CHECKING:
+    from ray.train import TrainContext
+
     from raytrain_opt.async_training.weight_shard import WeightShard
+    from raytrain_opt.pools.programs import ResidentConfig
+    from raytrain_opt.pools.resident import Group, Handler
     from raytrain_opt.train.state import TrainingState
 
 # How often the coordinator looks for silent workers; a fraction of the shortest limit of silence.
 _WATCH_INTERVAL_S = 2.0
 # Below this size Ray sends a value with the answer, which saves a message (Ray's own limit).
 _INLINE_BYTES = 100 * 1024
+# Updates between copies of a shard to the coordinator: as many are lost when its process dies.
+_SNAPSHOT_EVERY = 100
 # Workers wait in calls to the coordinator, several at a time each: far fewer than this.
 _MAX_CONCURRENCY = 10_000
 
@@ -213,7 +223,7 @@ class WeightShardActor:
         shard = self._shard
         before, dtype = shard.version, wire_dtype(self._config.parallel.compression, shard.dtype)
         staleness = shard.apply(number, version, from_wire(gradient, dtype))
-        if shard.version > before and shard.version % self._config.parallel.snapshot_every == 0:
+        if shard.version > before and shard.version % _SNAPSHOT_EVERY == 0:
             snapshot = pickle.dumps((shard.state(), shard.applied))
             self._coordinator.keep.remote(phase, self._index, shard.version, snapshot)
         return staleness
@@ -274,9 +284,12 @@ class ServerHandles:
 
 @contextmanager
 def parameter_server(
-    config: LearnerConfig, info: DataInfo, max_restarts: int
+    config: LearnerConfig, info: DataInfo, max_restarts: int, shards: int | None = None
 ) -> Iterator[ServerHandles | None]:
-    """Start coordinator and shards, spread over the nodes; yield None for synchronous training."""
+    """Start coordinator and shards; yield None for synchronous training.
+
+    `shards`: their number, by default one for each node.
+    """
     if config.parallel.mode != "async":
         yield None
         return
@@ -299,10 +312,51 @@ def parameter_server(
         max_task_retries=-1,
         scheduling_strategy="SPREAD",
     )
-    count = config.parallel.shards or len(alive_nodes())
-    shards: list[Any] = [shard_actor.remote(config, info, i, count, name) for i in range(count)]
+    count = shards or len(alive_nodes())
+    actors: list[Any] = [shard_actor.remote(config, info, i, count, name) for i in range(count)]
     try:
-        yield ServerHandles(coordinator, shards)
+        yield ServerHandles(coordinator, actors)
     finally:
-        for actor in (coordinator, *shards):
+        for actor in (coordinator, *actors):
             ray.kill(actor)
+
+
+@dataclass(frozen=True)
+class AsynchronousWorkers:
+    """Workers that train against a parameter server; implements `WorkerProgram`."""
+
+    server: ServerHandles
+    forms_group: ClassVar[bool] = False
+
+    def trainer(self, config: ResidentConfig) -> Callable[..., Any]:
+        """Import TorchTrainer, whose workers are not connected; it reports dead ones."""
+        from ray.train.torch import TorchTrainer
+
+        from raytrain_opt.async_training.worker import ReportLostWorker, UnconnectedTorchConfig
+
+        def make(**arguments: Any) -> TorchTrainer:
+            arguments["run_config"].callbacks = [ReportLostWorker(config.mailbox, self.server)]
+            return TorchTrainer(torch_config=UnconnectedTorchConfig(), **arguments)
+
+        return make
+
+    def join_group(self, context: TrainContext) -> Group:
+        """Return this worker alone: each one calls the mailbox itself."""
+        from raytrain_opt.pools.resident import Alone
+
+        return Alone()
+
+    def make_handler(self, config: ResidentConfig, context: TrainContext, group: Group) -> Handler:
+        """Build model and data."""
+        import ray.train.torch
+        import torch
+
+        from raytrain_opt.async_training.worker import AsyncWorker
+        from raytrain_opt.pools.state_store import ObjectStore
+        from raytrain_opt.train.learner import Learner
+
+        # Ray Train places each worker separately, so their number on this node is not known.
+        workers_on_node = math.ceil(config.plan.workers / len(alive_nodes()))
+        torch.set_num_threads(compute_threads(config.threads, workers_on_node))
+        learner = Learner(config.learner, config.fetch_shared_data(), ray.train.torch.get_device())
+        return AsyncWorker(learner, context.get_world_rank(), self.server, ObjectStore())

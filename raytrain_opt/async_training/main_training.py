@@ -11,15 +11,13 @@ from typing import Any, cast
 import ray
 
 from raytrain_opt.async_training.actors import ServerHandles
-from raytrain_opt.async_training.buffer_pooling import advance_buffers
-from raytrain_opt.async_training.granularity import Granularity
-from raytrain_opt.async_training.scheduler import EpochPhase, epoch_phase
-from raytrain_opt.async_training.weight_shard import assemble_state
+from raytrain_opt.async_training.scheduler import EpochPhase, Granularity, epoch_phase
+from raytrain_opt.async_training.weight_shard import advance_buffers, assemble_state
 from raytrain_opt.clock import Stopwatch, monotonic_s
+from raytrain_opt.cluster.connection import answer
 from raytrain_opt.config.processes import TimeoutsSection
 from raytrain_opt.errors import PoolError
 from raytrain_opt.pools.commands import Evaluate, MainTrain, StateRef
-from raytrain_opt.pools.mailbox_client import answer
 from raytrain_opt.pools.protocol import TrainingOutcome, slowest
 from raytrain_opt.pools.ray_pool import RayPool
 from raytrain_opt.pools.state_store import RayStateStore
@@ -62,7 +60,9 @@ class AsynchronousTraining:
             metrics, totals, staleness = self._train_until_finished(command)
             with stopwatch.measure("average_s"):
                 parts, lost_updates = self._collect()
-                buffers = advance_buffers(start, [m.buffers for m in metrics], len(phase.lrs))
+                buffers = advance_buffers(
+                    start, [m.buffers for m in metrics], len(phase.steps.lrs)
+                )
                 state = self._states.put(phase.id, assemble_state(start, parts, buffers))
         timings_s = slowest(
             {**w.timings_s, "compute_s": w.duration_s, "data_wait_s": w.data_wait_s}
@@ -70,7 +70,7 @@ class AsynchronousTraining:
         )
         totals = replace(
             totals,
-            steps=len(phase.lrs),
+            steps=len(phase.steps.lrs),
             duration_s=timings_s["compute_s"],
             data_wait_s=timings_s["data_wait_s"],
         )
@@ -103,7 +103,7 @@ class AsynchronousTraining:
                 Evaluate(state, split, workers), workers
             )
             if len(replies) == len(workers):
-                return _add([replies[worker] for worker in workers])
+                return add_parts([replies[worker] for worker in workers])
 
     def _begin(self, phase: EpochPhase, command: MainTrain) -> MainTrain:
         """Begin a phase at the coordinator, then at the shards.
@@ -157,11 +157,14 @@ class AsynchronousTraining:
         return cast("list[Any]", answer(list(refs), name, limit_s))
 
 
-def _add(parts: Sequence[EvalTotals]) -> EvalTotals:
+def add_parts(parts: Sequence[EvalTotals]) -> EvalTotals:
+    """Return the totals of all parts of a split."""
     return EvalTotals(
         samples=sum(part.samples for part in parts),
         sums={name: sum(part.sums[name] for part in parts) for name in parts[0].sums},
         duration_s=max(part.duration_s for part in parts),
         metric=parts[0].metric,
         predictions=Predictions.join([part.predictions for part in parts]),
+        failure=next((part.failure for part in parts if part.failure), ""),
+        loss_squares=sum(part.loss_squares for part in parts),
     )

@@ -4,7 +4,7 @@ Pure: no processes, no clock.
 
 Asynchronous data parallelism (Sato): every gradient is an update, made when it arrives. Each step
 of an epoch is split into a multiple of P micro-batches, P the number of workers; any worker claims
-the next one, so fast workers compute more. `granularity` chooses how many, and `update_conversion`
+the next one, so fast workers compute more. `Granularity` chooses how many, and `update_conversion`
 says what the rate, momentum and weight decay of a step are for one of them.
 
     u        updates done so far, the version of the weights
@@ -22,14 +22,15 @@ micro-batches. So a late gradient of the first worker, which was only slow or cu
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from raytrain_opt.optim.epoch_steps import ramp_factor
 from raytrain_opt.pools.commands import MainTrain
 from raytrain_opt.recording.records import StalenessRecord
-from raytrain_opt.results import TrainTotals
+from raytrain_opt.results import Steps, TrainTotals
 from raytrain_opt.train.learner_config import LearnerConfig
 
 # A worker counts as dead when it was silent for ten times its longest micro-batch, but at least
@@ -40,42 +41,41 @@ _SILENT_S = 10.0
 _SILENT_AT_START_S = 120.0
 
 
+# Fraction of the speed that finer micro-batches may cost. They gain more (docs/async.md), and
+# phases of equal settings differ by some percent.
+_ALLOWED_COST = 0.1
+
+
 @dataclass(frozen=True)
 class EpochPhase:
-    """The steps of `epoch` from `first_step` on, each at its rate, in `micro_batches` parts."""
+    """Steps of `epoch`, each in `micro_batches` parts."""
 
     id: str
     epoch: int
-    first_step: int
-    lrs: tuple[float, ...]
+    steps: Steps
     micro_batches: int
     bound: int | None  # s; None for no bound
-    weight_decay_factor: float = 1.0  # of the job's weight decay
-    held_out: int = 0  # samples of the validation split that others replace
 
     @property
     def size(self) -> int:
         """Number of micro-batches of all steps, each of which is an update."""
-        return len(self.lrs) * self.micro_batches
+        return len(self.steps.lrs) * self.micro_batches
 
     def index_of(self, number: int) -> tuple[int, int]:
         """Return the step of the epoch and the micro-batch of that step."""
         step, micro_batch = divmod(number % self.size, self.micro_batches)
-        return self.first_step + step, micro_batch
+        return self.steps.first + step, micro_batch
 
 
 def epoch_phase(config: LearnerConfig, command: MainTrain) -> EpochPhase:
     """Return the phase of a command with the learners' settings."""
     factor = ramp_factor(config.batch_ramp.steps, command.epoch)
     return EpochPhase(
-        id=f"{command.epoch}.{command.first_step + len(command.lrs)}",
+        id=f"{command.epoch}.{command.steps.end}",
         epoch=command.epoch,
-        first_step=command.first_step,
-        lrs=command.lrs,
+        steps=command.steps,
         micro_batches=config.worker_count * command.split * factor,
         bound=config.parallel.staleness_bound,
-        weight_decay_factor=command.weight_decay_factor,
-        held_out=command.held_out,
     )
 
 
@@ -206,3 +206,44 @@ class SspScheduler:
             loss_sum=self.totals.loss_sum + result.loss_sum,
             skipped=self.totals.skipped + result.skipped,
         )
+
+
+@dataclass
+class Granularity:
+    """The number of micro-batches per worker and step, from the phases so far.
+
+    A gradient is about as many updates old as there are workers, whatever the size of an update:
+    the more updates a step is cut into, the less the weights have moved meanwhile. But each update
+    costs messages, a call of the network and a call of the optimizer.
+
+    `splits`: possible numbers, from low to high. The second phase has as many as hide their
+    messages, as the first one measured them. Later ones have fewer until a phase is about as fast
+    as the fastest.
+    """
+
+    splits: Sequence[int]
+    _position: int = 0
+    _fastest: float = 0.0  # samples/s
+    _chosen: bool = False
+
+    @property
+    def split(self) -> int:
+        """Micro-batches of a worker's share of a step in the next phase."""
+        return self.splits[self._position]
+
+    def measured(self, samples_per_s: float, message_share: float) -> None:
+        """Take the speed of a phase with this split.
+
+        `message_share`: the time in which weights arrive or a gradient is applied, whichever is
+        longer, as a fraction of that of a micro-batch.
+        """
+        if not samples_per_s:
+            return  # no step was left for the phase of a run that was resumed in its evaluation
+        if not self._fastest:
+            hidden = self.split / message_share if message_share else math.inf
+            self._position = max([0, *(i for i, n in enumerate(self.splits) if n <= hidden)])
+        elif not self._chosen and samples_per_s < (1 - _ALLOWED_COST) * self._fastest:
+            self._position = max(0, self._position - 1)
+        else:
+            self._chosen = True
+        self._fastest = max(self._fastest, samples_per_s)

@@ -26,6 +26,7 @@ from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.optim.batched import split_evenly
 from raytrain_opt.optim.factory import build_optimizer, set_lr
+from raytrain_opt.results import BufferUpdates
 from raytrain_opt.train.state import (
     PackedTensor,
     TrainingState,
@@ -37,8 +38,12 @@ from raytrain_opt.train.state import (
 _STALENESS_WEIGHT = 0.05
 _WIRE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
+_MEAN, _VAR, _COUNT = "running_mean", "running_var", "num_batches_tracked"
+
 # A flat tensor as bytes, in the type in which it is sent.
 WireArray = npt.NDArray[np.uint8]
+Value = npt.NDArray[np.float64]
+Values = dict[str, Value]
 
 
 def split_parameters(model: nn.Module, shards: int) -> list[list[nn.Parameter]]:
@@ -160,7 +165,7 @@ class WeightShard:
         for group in self.optimizer.param_groups:
             group |= convert(group, phase.micro_batches)
             if "weight_decay" in group:
-                group["weight_decay"] *= phase.weight_decay_factor
+                group["weight_decay"] *= phase.steps.weight_decay_factor
         self.phase, self.applied = phase, set(applied)
         self._dropped = set(dropped)
         self._last_change.zero_()
@@ -191,7 +196,7 @@ class WeightShard:
         self._gradient.copy_(gradient)
         self._last_change.copy_(self.weights)
         per_step = self.phase.micro_batches
-        lr = self.phase.lrs[self.version // per_step]
+        lr = self.phase.steps.lrs[self.version // per_step]
         set_lr(self.optimizer, lr * stale_lr_factor(per_step, self._mean_staleness))
         self.optimizer.step()
         torch.sub(self.weights, self._last_change, out=self._last_change)
@@ -243,3 +248,53 @@ def assemble_state(
         "stopped": None,
     }
     return TrainingState(tensors, plain)
+
+
+def pool_buffers(workers: Sequence[BufferUpdates]) -> Values:
+    """Return the combined floating-point buffers by name; none if nobody computed anything.
+
+    As `train.batch_norm` combines them, but of unequal fractions p_w of an epoch.
+    """
+    active = [worker for worker in workers if worker.batches]
+    if not active:
+        return {}
+    total = sum(worker.batches for worker in active)
+    fractions = [worker.batches / total for worker in active]
+    mean = {
+        name: np.tensordot(fractions, [w.values[name] for w in active], 1)
+        for name in active[0].values
+    }
+    layers = {layer for worker in active for layer in worker.sampling_noise}
+    return mean | {
+        f"{layer}.{_VAR}": _variance(layer, fractions, active, mean) for layer in layers
+    }
+
+
+def _variance(
+    layer: str, fractions: Sequence[float], workers: Sequence[BufferUpdates], mean: Values
+) -> Value:
+    name = f"{layer}.{_MEAN}"
+    noise = [worker.sampling_noise.get(layer, 0.0) for worker in workers]
+    weights = [p * (1 - s) for p, s in zip(fractions, noise, strict=True)]
+    within = np.tensordot(weights, [worker.values[f"{layer}.{_VAR}"] for worker in workers], 1)
+    between = np.tensordot(fractions, [(w.values[name] - mean[name]) ** 2 for w in workers], 1)
+    bias = sum(p * p * s for p, s in zip(fractions, noise, strict=True))
+    variance: Value = (within + between) / (1 - bias)
+    return variance
+
+
+def advance_buffers(
+    start: TrainingState, workers: Sequence[BufferUpdates], updates: int
+) -> dict[str, PackedTensor]:
+    """Return the model's buffers by name, their counts of batches advanced by the `updates`."""
+    values = pool_buffers(workers)
+    counts = {f"{layer}.{_COUNT}" for worker in workers for layer in worker.sampling_noise}
+    buffers = {}
+    for key, packed in start.tensors.items():
+        name, before = key.removeprefix("model."), packed.tensor()
+        if name in values:
+            after = torch.from_numpy(values[name]).to(before.dtype)
+            buffers[name] = PackedTensor.from_tensor(after.reshape(before.shape), copy=True)
+        elif name in counts:
+            buffers[name] = PackedTensor.from_tensor(before + updates, copy=True)
+    return buffers

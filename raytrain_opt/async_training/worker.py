@@ -15,10 +15,17 @@ from raytrain_opt.async_training.scheduler import MicroBatchDone, epoch_phase
 from raytrain_opt.async_training.weight_shard import Weights, WireArray, from_wire
 from raytrain_opt.async_training.worker_loop import AsyncTrainer
 from raytrain_opt.errors import PoolError
-from raytrain_opt.pools.commands import WORKER_POOL, Evaluate, MainTrain, OnStep, StateRef
-from raytrain_opt.pools.handler import LearnerHandler
-from raytrain_opt.pools.mailbox_client import report_lost
+from raytrain_opt.pools.candidates import LearnerHandler
+from raytrain_opt.pools.commands import (
+    WORKER_POOL,
+    Command,
+    Evaluate,
+    MainTrain,
+    OnStep,
+    StateRef,
+)
 from raytrain_opt.pools.protocol import States
+from raytrain_opt.pools.resident import report_lost
 from raytrain_opt.results import AsyncWorkerMetrics, EvalTotals
 from raytrain_opt.train.learner import Learner
 
@@ -32,6 +39,14 @@ class AsyncWorker(LearnerHandler):
         super().__init__(learner, index, states)
         self._server = server
         self._trainer = AsyncTrainer(learner, len(server.shards))
+
+    def _execute(self, command: Command, on_step: OnStep) -> Any:
+        match command:
+            case MainTrain():
+                return self._main_train(command, on_step)
+            case Evaluate():
+                return self._evaluate(command, on_step)
+        return super()._execute(command, on_step)
 
     def _load_into_learner(self, ref: StateRef) -> None:
         self._trainer.load(self.states.get(ref))

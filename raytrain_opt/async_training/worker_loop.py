@@ -86,7 +86,7 @@ class AsyncTrainer:
         and of those that it will have done at the end if speeds stay; it may raise to stop.
         """
         started_s, stopwatch, messages, count = monotonic_s(), Stopwatch(), Stopwatch(), 0
-        self.learner.begin_micro_batches(phase.epoch, phase.micro_batches, phase.held_out)
+        self.learner.begin_micro_batches(phase.epoch, phase.micro_batches, phase.steps.held_out)
         pushed: Future[None] = Future()
         pushed.set_result(None)
         with (

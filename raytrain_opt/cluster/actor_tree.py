@@ -114,6 +114,16 @@ def end_actor_tree(root: Any, limit_s: float = _LIMIT_S) -> Leftovers:
     return leftovers
 
 
+def wait_for_exit(node_id: str, pid: int, limit_s: float = _LIMIT_S) -> None:
+    """Wait until a process that is ending is gone, and its memory free."""
+    if node_id != ray.get_runtime_context().get_node_id():
+        time.sleep(_REMOTE_SETTLE_S)
+        return
+    deadline_s = monotonic_s() + limit_s
+    while _is_running(pid) and monotonic_s() < deadline_s:
+        time.sleep(_POLL_S)
+
+
 def _remove(leftovers: Leftovers) -> None:
     for group in leftovers.placement_groups:
         ray_private.remove_placement_group_by_id(group)

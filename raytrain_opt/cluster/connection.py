@@ -1,16 +1,17 @@
-"""Connect to a Ray cluster, or start Ray on this machine; and look at its nodes."""
+"""Connect to a Ray cluster, or start Ray on this machine; look at its nodes and their notices."""
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Lock
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,6 +23,7 @@ from raytrain_opt.cluster import fork_client
 from raytrain_opt.cluster.fork_server import fork_server
 from raytrain_opt.cluster.ray_private import (
     available_resources_per_node,
+    draining_nodes,
     ended_processes,
     in_own_process_groups,
     loopback_only,
@@ -40,6 +42,12 @@ _CONNECT_LIMIT_S = 5.0
 _START_LIMIT_S = 120.0
 # A socket's path has at most 107 bytes. Ray's are r/session_DATE_TIME_PID/sockets/plasma_store.
 _LONGEST_RAY_FOLDER = 107 - 66
+_MAILBOX = "the mailbox, the process through which driver, workers and slots talk,"
+# What the mailbox answers at once takes milliseconds; minutes on a node that swaps.
+_ANSWER_S = 300.0
+_LOOK_S = 1.0  # whether Ray itself is alive
+# How often to look for notices of preemption, which clouds give 30 to 120 s before.
+_NOTICE_POLL_S = 5.0
 _SYMBOLIC_ADDRESSES = ("auto", "local")  # Ray resolves them itself
 
 
@@ -107,7 +115,7 @@ class _Session:
     stack: ExitStack = field(default_factory=ExitStack)
 
 
-_session, _lock = _Session(), Lock()
+_session, _lock = _Session(), threading.Lock()
 
 
 def _open_session(address: str | None, verbose: bool, environment: Mapping[str, str]) -> None:
@@ -202,6 +210,25 @@ def raise_if_ray_ended() -> None:
         raise PoolError(f"Ray's process {names} has ended (killed, or out of memory?)")
 
 
+def answer(ref: Any, name: str = _MAILBOX, limit_s: float = _ANSWER_S) -> Any:
+    """Wait for an answer of an actor, or several. Raises PoolError when it has died or is hung."""
+    deadline_s = monotonic_s() + limit_s
+    while True:
+        try:
+            return ray.get(ref, timeout=min(_LOOK_S, limit_s))
+        except ray.exceptions.GetTimeoutError as error:
+            raise_if_ray_ended()
+            if monotonic_s() < deadline_s:
+                continue
+            raise PoolError(
+                f"{name} did not answer within {limit_s:g} s (its node is overloaded or hung?)"
+            ) from error
+        except ray.exceptions.RayActorError as error:
+            raise_if_ray_ended()
+            text = f"{name} has died (killed, or its node went down?): {error}"
+            raise PoolError(text) from error
+
+
 def _protect_token() -> None:
     """Let nobody else read the token that Ray has made, with a mode by the umask."""
     with suppress(OSError):  # there is none, as usual, or it is not ours
@@ -246,3 +273,36 @@ def free_resources() -> list[dict[str, float]]:
     """Return the resources of each living node that nobody holds, as Ray knew a moment ago."""
     free = available_resources_per_node()
     return [free.get(node["NodeID"], {}) for node in alive_nodes()]
+
+
+@contextmanager
+def watch_preemption(note: Callable[[str], None]) -> Iterator[None]:
+    """Note which nodes will be taken away; end the run, as SIGTERM does, when it is this one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ended = threading.Event()
+    thread = threading.Thread(target=_watch_notices, args=(ended, note), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(_NOTICE_POLL_S)
+
+
+def _watch_notices(ended: threading.Event, note: Callable[[str], None]) -> None:
+    here, known = ray.get_runtime_context().get_node_id(), set[str]()
+    while not ended.wait(_NOTICE_POLL_S):
+        draining: set[str] = set()
+        # A control service that cannot be reached now.
+        with suppress(ray.exceptions.RayError, RuntimeError):
+            draining = draining_nodes()
+        if here in draining:
+            note("this node will be taken away: the run ends")
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        if draining - known:
+            nodes = "1 node" if len(draining) == 1 else f"{len(draining)} nodes"
+            note(f"{nodes} will be taken away: processes there start elsewhere")
+        known |= draining

@@ -28,7 +28,6 @@ from raytrain_opt.temporary import temporary_folder
 
 # What workers and slots need, and what Ray Train and Ray Tune import of other packages.
 PRELOADED = (
-    "raytrain_opt.pools.slot",
     "raytrain_opt.pools.worker",
     "fsspec",
     "numpy",

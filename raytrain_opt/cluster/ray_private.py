@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ray import cloudpickle
 from ray._private import ray_constants, services, utils, worker
 from ray._private.client_mode_hook import client_mode_wrap
 from ray._private.node import Node
@@ -275,6 +276,22 @@ def _accessor() -> Any:
 def remove_placement_group_by_id(group_id: str) -> None:
     """Give back what a placement group holds; does nothing when it is gone already."""
     remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(group_id)))
+
+
+def dump_command(value: object) -> bytes:
+    """Pickle a value with references for a process that another one keeps their objects for.
+
+    `ray.cloudpickle` would keep each object for as long as this process lives.
+    """
+    this_worker: Any = worker.global_worker
+    context = this_worker.get_serialization_context()
+    context.set_in_band_serialization()
+    try:
+        content: bytes = cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
+    finally:
+        context.set_out_of_band_serialization()
+        context.get_and_clear_contained_object_refs()
+    return content
 
 
 def without_cleaner(trainer: DataParallelTrainer) -> DataParallelTrainer:

@@ -25,9 +25,12 @@ from dataclasses import dataclass, field, replace
 
 from raytrain_opt.config.learning_rate import SearchOn
 from raytrain_opt.config.processes import SlotsSection, WorkersSection
-from raytrain_opt.errors import ResourcesError
+from raytrain_opt.config.schema import Job
+from raytrain_opt.errors import JobError, Problem, ResourcesError
 
 WORKER_FRACTION, SLOT_FRACTION = 0.6, 0.4
+# A call costs the mailbox up to 1 ms, so a command to as many takes a quarter of a second.
+_MAX_ASYNCHRONOUS = 256
 _EPSILON = 1e-6  # sums of fractions are not exact
 
 Resources = dict[str, float]
@@ -43,6 +46,20 @@ class PoolRequest:
     candidates: int  # in a round, at most; 0 for none
     search_on: SearchOn
     sync_batch_norm: bool  # needs GPUs
+    asynchronous: bool = False
+
+    @classmethod
+    def from_job(cls, job: Job, candidates: int) -> PoolRequest:
+        """Return what a job needs with this many candidates in a round."""
+        return cls(
+            job.workers,
+            job.global_batch_size,
+            job.slots,
+            candidates,
+            job.search_on,
+            job.batch_norm.sync,
+            job.parallel.mode == "async",
+        )
 
 
 @dataclass(frozen=True)
@@ -98,6 +115,10 @@ def _plan_workers(
     workers = request.workers
     use_gpu = _use_gpu(workers, nodes)
     count = _worker_count(request, nodes, use_gpu=use_gpu)
+    if request.asynchronous and count > _MAX_ASYNCHRONOUS:
+        rule = f"at most {_MAX_ASYNCHRONOUS} with async, each of which calls the mailbox"
+        hint = "use fewer workers, or parallel.mode: sync, whose first worker speaks for all"
+        raise JobError([Problem("workers.count", rule, str(count), hint)])
     worker = dict(workers.resources or _default(count, nodes, use_gpu, WORKER_FRACTION, gpu))
     _require_gpu("workers.resources", worker, use_gpu)
     if request.sync_batch_norm and not use_gpu and count > 1:
@@ -112,6 +133,12 @@ def _plan_workers(
             f"workers.count: {count} workers of {_text(worker)} each do not fit: "
             f"room for {len(placed)} on {_describe(nodes)}. Ask for fewer workers, for less in "
             "workers.resources, or add nodes."
+        )
+    if use_gpu and not request.asynchronous and len(set(placed)) < len(placed):
+        raise ResourcesError(
+            f"workers.resources: {_text(worker)} lets several workers use one GPU, and NCCL needs "
+            "a GPU for each. Ask for more than 0.5 GPU, for fewer workers, or use "
+            "parallel.mode: async."
         )
     plan = PoolPlan(
         use_gpu,

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from math import log2
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -31,11 +30,11 @@ from raytrain_opt.cluster.connection import (
     ray_session,
     total_resources,
 )
-from raytrain_opt.cluster.resources import PoolPlan, plan_pools
+from raytrain_opt.cluster.resources import PoolPlan, PoolRequest, plan_pools
 from raytrain_opt.config.data import DatasetData, ImageFolderData
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem, ResourcesError, StorageError, printable
-from raytrain_opt.execution.preflight import check_data, check_job, pool_request
+from raytrain_opt.execution.check import check_data, check_job
 from raytrain_opt.monitoring.nvml import GpuState, gpu_states
 from raytrain_opt.recording.recorder import versions
 from raytrain_opt.report.formatting import times
@@ -284,7 +283,7 @@ def _check_room(job: Job | None) -> tuple[list[Finding], PoolPlan | None]:
     if job is None:
         return [], None
     try:
-        plan = plan_pools(pool_request(job, candidates=max_candidates(job)), total_resources())
+        plan = plan_pools(PoolRequest.from_job(job, max_candidates(job)), total_resources())
     except ResourcesError as error:
         remedy = (
             "change the job as described; if the cluster adds nodes automatically, a run waits "
@@ -310,9 +309,11 @@ def _check_exchange(count: int, resources: dict[str, float], use_gpu: bool) -> F
     """Time the exchange of `count` processes with a worker's resources."""
     if count < 2:
         return Finding("exchange", "ok", "not needed with one worker")
-    backend = "nccl" if use_gpu else "gloo"
+    from raytrain_opt.pools.process_group import backend_of  # which imports torch
+
+    backend = backend_of(use_gpu=use_gpu)
     try:
-        nodes, number_s, tensor_s = _time_exchange(count, resources, backend)
+        nodes, duration_s = _time_exchange(count, resources, backend)
     except (GetTimeoutError, RayError) as error:
         remedy = (
             "open all TCP ports between the nodes; /etc/hosts must not map a host name to "
@@ -320,23 +321,15 @@ def _check_exchange(count: int, resources: dict[str, float], use_gpu: bool) -> F
         )
         result = f"{count} workers could not exchange data with {backend}: {_last_line(error)}"
         return Finding("exchange", "error", result, remedy)
-    return judge_exchange(count, nodes, backend, number_s, tensor_s)
+    return judge_exchange(count, nodes, backend, duration_s)
 
 
-def judge_exchange(
-    workers: int, nodes: int, backend: str, number_s: float, tensor_s: float
-) -> Finding:
-    """Judge the seconds of an all-reduce of one number and of 32 MiB, taken as a ring.
-
-    Each process sends 2 (n - 1) / n of the data; 2 log2 n messages of a number follow each other.
-    """
-    sent_gb = 2 * (workers - 1) / workers * _MIB * 2**20 / 1e9
-    gb_per_s = sent_gb / max(tensor_s - number_s, 1e-9)
-    link = "network" if nodes > 1 else "link"
+def judge_exchange(workers: int, nodes: int, backend: str, duration_s: float) -> Finding:
+    """Judge the seconds of an all-reduce, as a ring: each process sends 2 (n - 1) / n of it."""
+    gb_per_s = 2 * (workers - 1) / workers * _MIB * 2**20 / 1e9 / duration_s
     result = (
         f"{_MIB} MiB over {workers} workers on {times(nodes, 'node')} with {backend}: "
-        f"{tensor_s:.3f} s (for plan: {link}_gb_s: {gb_per_s:.2g}, "
-        f"{link}_latency_us: {1e6 * number_s / (2 * log2(workers)):.2g})"
+        f"{duration_s:.3f} s ({gb_per_s:.2g} GB/s)"
     )
     if nodes > 1 and gb_per_s < _MIN_GB_PER_S:
         variable = f"{'NCCL' if backend == 'nccl' else 'GLOO'}_SOCKET_IFNAME"
@@ -348,10 +341,8 @@ def judge_exchange(
     return Finding("exchange", "ok", result)
 
 
-def _time_exchange(
-    count: int, resources: dict[str, float], backend: str
-) -> tuple[int, float, float]:
-    """Return the number of nodes of the processes, and the slowest one's times."""
+def _time_exchange(count: int, resources: dict[str, float], backend: str) -> tuple[int, float]:
+    """Return the number of nodes of the processes, and the seconds of the slowest one."""
     other = {k: v for k, v in resources.items() if k not in ("CPU", "GPU", "memory")}
     remote: Any = ray.remote(_Rank)
     remote = remote.options(
@@ -367,12 +358,11 @@ def _time_exchange(
         pending = [
             rank.all_reduce.remote(backend, places[0][1], i, count) for i, rank in enumerate(ranks)
         ]
-        replies = ray.get(pending, timeout=_EXCHANGE_LIMIT_S)
+        durations_s = ray.get(pending, timeout=_EXCHANGE_LIMIT_S)
     finally:
         for rank in ranks:
             ray.kill(rank)
-    number_s, tensor_s = map(max, zip(*replies, strict=True))
-    return len({node for node, _ in places}), number_s, tensor_s
+    return len({node for node, _ in places}), max(durations_s)
 
 
 class _Rank:
@@ -386,8 +376,8 @@ class _Rank:
             url = f"tcp://{address}:{probe.getsockname()[1]}"
         return str(ray.get_runtime_context().get_node_id()), url
 
-    def all_reduce(self, backend: str, url: str, rank: int, count: int) -> tuple[float, float]:
-        """Return the median seconds of an all-reduce of a number and of a tensor."""
+    def all_reduce(self, backend: str, url: str, rank: int, count: int) -> float:
+        """Return the median seconds of an all-reduce."""
         import torch
         import torch.distributed as dist
 
@@ -396,18 +386,12 @@ class _Rank:
         dist.init_process_group(
             backend, init_method=url, rank=rank, world_size=count, timeout=limit
         )
-
-        def median_s(size: int) -> float:
-            data: Any = torch.ones(size, device=device)
-            durations_s = []
-            for _ in range(_REPEATS + 1):
-                start_s = time.monotonic()
-                dist.all_reduce(data)
-                float(data[0])  # waits for the device
-                durations_s.append(time.monotonic() - start_s)
-            return statistics.median(durations_s[1:])
-
-        # In this order: the first one of all opens the connections.
-        result = median_s(1), median_s(_MIB * 2**20 // 4)
+        data: Any = torch.ones(_MIB * 2**20 // 4, device=device)
+        durations_s = []
+        for _ in range(_REPEATS + 1):  # the first one opens the connections
+            start_s = time.monotonic()
+            dist.all_reduce(data)
+            float(data[0])  # waits for the device
+            durations_s.append(time.monotonic() - start_s)
         dist.destroy_process_group()
-        return result
+        return statistics.median(durations_s[1:])

@@ -10,7 +10,7 @@ from typing import Any
 
 from raytrain_opt import storage
 from raytrain_opt.errors import ClusterError
-from raytrain_opt.execution.log_markers import marker_line
+from raytrain_opt.remote.log_markers import marker_line
 
 FILES = (
     "result.json", "report.html", "schedule.jsonl", "rounds.jsonl", "epochs.jsonl", "job.yaml",

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import io
 import json
-import warnings
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from safetensors.torch import load, save
@@ -79,20 +77,10 @@ def _difference(network: nn.Module, exported: Run, x: Tensor) -> float:
 def _torch_export(model: TrainedModel, x: Tensor) -> tuple[bytes, Run]:
     buffer, batch = io.BytesIO(), torch.export.Dim("batch")
     program = torch.export.export(model.network, (x,), dynamic_shapes=({0: batch},))
-    torch.export.save(program, buffer, extra_files=_extra_files(model))
+    metadata = {"metadata.json": _metadata(model)["raytrain_opt"]}
+    torch.export.save(program, buffer, extra_files=metadata)
     buffer.seek(0)
     return buffer.getvalue(), torch.export.load(buffer).module()
-
-
-def _torchscript(model: TrainedModel, x: Tensor) -> tuple[bytes, Run]:
-    buffer = io.BytesIO()
-    with warnings.catch_warnings():
-        # torch recommends torch.export, which is a format of its own here.
-        warnings.filterwarnings("ignore", "`torch.jit")
-        traced = torch.jit.trace(model.network, x)  # type: ignore[no-untyped-call]
-        torch.jit.save(traced, buffer, _extra_files=_extra_files(model))
-        buffer.seek(0)
-        return buffer.getvalue(), torch.jit.load(buffer)  # type: ignore[no-untyped-call]
 
 
 def _onnx(model: TrainedModel, x: Tensor) -> tuple[bytes, Run]:
@@ -125,10 +113,6 @@ def _safetensors(model: TrainedModel, _: Tensor) -> tuple[bytes, Run]:
     return content, copy
 
 
-def _extra_files(model: TrainedModel) -> dict[str, Any]:
-    return {"metadata.json": _metadata(model)["raytrain_opt"]}
-
-
 def _metadata(model: TrainedModel) -> dict[str, str]:
     """Return the metadata of the weights, with how to prepare an input."""
     description = json.loads(model.metadata["raytrain_opt"])
@@ -139,6 +123,5 @@ def _metadata(model: TrainedModel) -> dict[str, str]:
 FORMATS = {
     "torch_export": Format("pt2", _torch_export),
     "onnx": Format("onnx", _onnx),
-    "torchscript": Format("pt", _torchscript),
     "safetensors": Format("safetensors", _safetensors),
 }

@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 import torch
 
-from raytrain_opt.commands.label_tables import SPLITS, Row, read_tables
+from raytrain_opt.commands.init_tables import SPLITS, Row, read_tables
 from raytrain_opt.config.data import ArraysData, HoldOut, ImageFolderData, ShardsData
 from raytrain_opt.data import DataInfo, load_shared_data, open_data
 from raytrain_opt.data.base import refuse_channels_last
@@ -45,7 +45,7 @@ _VALID = (
     "or train-000000.tar and val-000000.tar, as `raytrain-opt shard` writes them"
 )
 _TEST_FRACTION = 0.2
-# Image files that are decoded, spread evenly, to find unreadable ones.
+# Number of image files to test-decode, evenly spaced.
 _EXAMINED = 2000
 # Where the largest class has this many times the samples of the smallest, settings are named.
 _IMBALANCE = 2
@@ -67,7 +67,7 @@ class Facts:
 
     @property
     def imbalance(self) -> float:
-        """Samples of the largest class over those of the smallest."""
+        """Ratio of the samples of the largest and the smallest class."""
         return max(self.info.class_counts) / min(self.info.class_counts)
 
 
@@ -119,8 +119,7 @@ def init(
             echo(f"  {name:12} {value}")
     echo(
         f"next:\n  raytrain-opt validate {output}    check job and data\n"
-        f"  raytrain-opt run {output}         train; the report will be below runs/\n"
-        f"  raytrain-opt plan {output} --cluster 1x8xH100    predict time and cost elsewhere"
+        f"  raytrain-opt run {output}         train; the report will be below runs/"
     )
 
 
@@ -159,14 +158,14 @@ def find_data(
         rows = _split_rows(rows)
         notes.append("a fifth of each class, drawn at random, is the test set")
         if not any(split == "test" for _, _, split in rows):
-            rule = "no class has three images, of which one could be a test image"
+            rule = "no class has three images, so that one could be a test image"
             raise DataError(str(folder), "; ".join([rule, *notes]))
     section = {"name": "image_folder", "root": str(folder), "labels": str(labels)}
     return section, sorted(rows), notes
 
 
 def _splits(names: Iterable[str]) -> dict[str, str]:
-    """Return which of the names are those of the training and of the test set: by a word in it."""
+    """Return the names of the training set and the test set, which have a usual word in them."""
     words = {word: name for name in names for word in re.split(r"[^a-z]+", name.lower())}
     return {split: words[word] for word, split in reversed(SPLITS.items()) if word in words}
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raytrain_opt.errors import JobError, Problem, RecordError, StorageError, printable
-from raytrain_opt.execution.lock import is_locked
+from raytrain_opt.execution.workspace import is_locked
 from raytrain_opt.paths import FoundRun, find_runs
 from raytrain_opt.recording.reader import read_last, read_record
 from raytrain_opt.recording.records import BatchSizeRecord, EpochRecord, EpochResult, ResultRecord
@@ -94,11 +94,6 @@ def list_runs(storage_path: str) -> list[ListedRun]:
         raise JobError([missing], "arguments")
     with ThreadPoolExecutor(_THREADS) as executor:
         return list(executor.map(_read, runs))
-
-
-def run_state(run_dir: str) -> State:
-    """Return the state of one run."""
-    return _read(FoundRun(run_dir, "", datetime.now(UTC))).state
 
 
 def print_runs(storage_path: str, runs: Sequence[ListedRun]) -> None:

@@ -15,7 +15,7 @@ from raytrain_opt.clock import monotonic_s
 from raytrain_opt.commands.download import MARKER, unpack_files
 from raytrain_opt.config.load import load_job
 from raytrain_opt.errors import ClusterError, JobError, Problem, printable
-from raytrain_opt.execution.log_markers import ANNOUNCE_VARIABLE, find_marker, is_marker
+from raytrain_opt.remote.log_markers import ANNOUNCE_VARIABLE, find_marker, is_marker
 from raytrain_opt.storage import last_name
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from raytrain_opt.config.schema import Job
 from raytrain_opt.config.section import function_name
 from raytrain_opt.errors import JobError, printable
-from raytrain_opt.execution.preflight import check_job, run_local_preflight
+from raytrain_opt.execution.check import check_job, try_local_job
 
 
 def validate(job: Job, job_file: str) -> str:
@@ -15,10 +15,10 @@ def validate(job: Job, job_file: str) -> str:
     """
     if problems := check_job(job):
         raise JobError(problems, job_file)
-    preflight = run_local_preflight(job, job_file)
+    facts = try_local_job(job, job_file)
     summary, notes = {"data": ""}, ["data not checked: the data set is not downloaded yet"]
-    if preflight is not None:
-        summary, notes = preflight.info.summary, [*preflight.info.notes]
+    if facts is not None:
+        summary, notes = facts.info.summary, [*facts.info.notes]
     searched = job.batch_size_search
     length = f"{job.epochs} epochs" if job.epochs else f"{job.train_for:g} s"
     split = ", divided among the free GPUs"

@@ -27,8 +27,9 @@ class _BatchSizeSearch(Section):
     initial: PositiveInt = 32
     """First batch size per worker (32 in the paper, for small images)."""
     max_batch_size: PositiveInt | None = None
-    """Largest batch size per worker. Default, and most: the training set / workers.count / the
-    largest factor of batch_ramp."""
+    """Largest batch size per worker; at most the training set / workers.count / the largest factor
+    of batch_ramp. Default: the size at which lr_rule, or learning_rate.scaling, makes the rate 8
+    times as large; no such limit with the rule none."""
     min_updates_per_epoch: PositiveInt = 20
     """Updates that a batch size must leave in each epoch. Where the job has fewer, its own size is
     the largest."""

@@ -20,7 +20,7 @@ MAX_BYTES = 2**20
 # A job file may hold these as a bare name: `model: resnet8`.
 _NAMED_SECTIONS = ("model", "data", "optimizer", "task", "loss")
 
-# Checks valid sections, by name, beyond the schema; see `execution.preflight.check_sections`.
+# Checks valid sections, by name, beyond the schema; see `execution.check.check_sections`.
 SectionCheck = Callable[[Mapping[str, Any]], list[Problem]]
 
 

@@ -172,8 +172,8 @@ class StopSection(Section):
     """End when the metric of the task that decides is as good as this; with classification the
     accuracy, such as 0.93."""
     patience: PositiveInt | None = None
-    """End after this many evaluated epochs without a better value. With a rate that decays to the
-    end of the training, which brings most of its gain there: a warning only."""
+    """End after this many evaluated epochs without a better value. Only warns if the rate decays
+    to the end of the training, because most of the gain comes last."""
 
     def broken_rules(self) -> Iterator[BrokenRule]:
         """Refuse a section that never ends a run."""

@@ -261,12 +261,6 @@ class ParallelSection(Section):
     staleness_bound: NonNegativeInt | None = None
     """async only: maximum number of updates between reading weights and applying the gradient; P
     equal workers have about P. A worker waits if a gradient could exceed it. null: no bound."""
-    shards: PositiveInt | None = None
-    """async only: number of processes over which weights and optimizer state are distributed.
-    Default: one per node."""
-    snapshot_every: PositiveInt = 100
-    """async only: updates between copies of a shard to another process, which is the maximum
-    number of updates lost when a shard's process dies."""
     gradient_buckets: list[PositiveInt] | None = Field(None, min_length=1)
     """Sizes in MiB of the messages with gradients, in the order of the backward pass; the last
     size holds for the rest. torch before 2.15 uses the last size only. Small messages first let
@@ -295,5 +289,5 @@ _MODES = {
     "gradient_buckets": ("sync", "balanced", "auto"),
     "micro_batches": ("balanced", "auto", "async"),
     "speeds": ("balanced",),
-    **dict.fromkeys(("staleness_bound", "shards", "snapshot_every"), ("async",)),
+    "staleness_bound": ("async",),
 }

@@ -1,10 +1,11 @@
-"""One execution of a job, from preflight to result.
+"""One execution of a job, from its checks to its result.
 
-Start reading at `session` (what is opened, in which order), then `training_run` (the moves that
-`driver.train` makes; `checkpoint_writer` saves them). `in_process` is the session without Ray.
-Before the training: `preflight` (checks, and what a job resolves to), `resume`, `rescale` (rates
-for a batch size), `batch_size` (the search). Around it: `progress`, `result`, `lock`, `signals`,
-`log_markers`.
+Start reading at `driver.open_run`, which makes a run of these parts: `resume` (which run a job
+continues), `workspace` (terminal, signals, run directory, lock), `backend` (where it computes:
+`on_ray` with `start`, or `in_process`), `check` (problems, and facts of data and network),
+`batch_size` (the search), `resolve` (the one value that everything below lives by) and `result`.
+Then `training_run` has the moves that `driver.train` makes, with `progress`, `length`,
+`checkpoint_writer` and `callbacks`.
 
 May import everything below: pools, async_training, report, cluster, recording, terminal, train,
 search, data, models, optim, config. Nothing of `commands`, `cli` or `driver`.

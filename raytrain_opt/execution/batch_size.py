@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from statistics import harmonic_mean
 from typing import Any
 
-import ray
-
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.batch_size import BatchSizeSection, ThroughputKneeSearch
-from raytrain_opt.config.load import dump_job, plain_job
+from raytrain_opt.config.load import plain_job
 from raytrain_opt.config.schema import Job
 from raytrain_opt.config.yaml_loader import read_yaml
-from raytrain_opt.errors import RaytrainOptError
-from raytrain_opt.execution.preflight import ResolvedJob
-from raytrain_opt.execution.rescale import apply_batch_size, resolve_lr_scaling, scalable_policy
-from raytrain_opt.execution.session import Session, open_session
+from raytrain_opt.data.base import DataInfo
+from raytrain_opt.errors import PoolError, RaytrainOptError
+from raytrain_opt.execution.backend import open_backend
+from raytrain_opt.execution.resolve import Placement, scaled_lr, settle
+from raytrain_opt.execution.workspace import Workspace, open_frontend, open_workspace
+from raytrain_opt.optim.scaling import ScalingRule
 from raytrain_opt.paths import own_runs
-from raytrain_opt.pools.launcher import runtime_environment
-from raytrain_opt.pools.resident_config import compute_threads
+from raytrain_opt.pools.protocol import Prober
 from raytrain_opt.recording.reader import read_record, read_text
 from raytrain_opt.recording.recorder import append_records, write_record
 from raytrain_opt.recording.records import (
@@ -31,16 +31,21 @@ from raytrain_opt.recording.records import (
     SizeChange,
 )
 from raytrain_opt.report import try_write_report
+from raytrain_opt.results import Probe
 from raytrain_opt.search.batch_size.factory import build_strategy, check_sampler
-from raytrain_opt.search.batch_size.strategy import SizeBounds, Updates, largest_size
-from raytrain_opt.storage import write_text
+from raytrain_opt.search.batch_size.strategy import (
+    LARGEST_LR_FACTOR,
+    BatchSizeChoice,
+    SizeBounds,
+    Strategy,
+    Updates,
+    largest_size,
+)
 from raytrain_opt.terminal.progress import probe_text
-from raytrain_opt.train.learner_config import LearnerConfig
 
 # Of train_for, the part in which updates are made; start, search and evaluations take the rest.
 _TRAINING_FRACTION = 0.8
-# The linear rule holds for small factors: Goyal et al. needed a warm-up for 8 and more.
-_LARGE_LR_FACTOR = 8
+_CHECK_REASON = "check of the choice in a new process, evaluation included"
 # The sections that decide how noisy gradients are.
 _NOISE_SECTIONS = ("model", "data", "task", "loss")
 
@@ -63,57 +68,138 @@ def find_batch_size(
     """
     section = job.batch_size_search or ThroughputKneeSearch(strategy="throughput_knee")
     job = Job(**{**dict(job), "batch_size_search": section})  # which also checks the rules
-    with open_session(
-        job, address=address, verbose=verbose, began_s=monotonic_s(), slots=False
-    ) as session:
-        result = _search(section, session)
-        report = try_write_report(str(session.paths.local), session.paths.shown)
-        session.terminal.note(f"report  {report}")
-        session.paths.publish()
-        return result
+    with (
+        open_frontend(monotonic_s()) as frontend,
+        open_backend(job, frontend, address=address, verbose=verbose) as backend,
+    ):
+        facts = backend.read()
+        with open_workspace(job, frontend, info=facts.info, options=backend.options) as workspace:
+            placement = backend.place(facts, search=False)
+            batch_size = backend.find_batch_size(facts, placement, workspace)
+            settled = settle(job, placement, batch_size)
+            workspace.write_job(settled)
+            run_dir = workspace.paths.shown
+            report = try_write_report(str(workspace.paths.local), run_dir)
+            workspace.terminal.note(f"report  {report}")
+            workspace.paths.publish()
+            return BatchSizeResult(settled.batch_size_per_worker, settled, run_dir)
 
 
-def search_batch_size(session: Session) -> ResolvedJob:
-    """Return the job with the batch size it is trained with, searched where the job says so."""
-    job, section = session.job, session.job.batch_size_search
-    if section is None:
-        return session.resolved
-    record = read_record(str(session.paths.local), "batch_size.json", BatchSizeRecord)
+def search_batch_size(
+    job: Job,
+    info: DataInfo,
+    placement: Placement,
+    workspace: Workspace,
+    open_prober: Callable[[], AbstractContextManager[Prober]],
+    *,
+    use_gpu: bool,
+) -> int:
+    """Return the global batch size that probes choose, or that they chose in a resumed run.
+
+    Records every probe as soon as it is measured, and what the choice leads to.
+    """
+    started_s, section, paths = monotonic_s(), job.batch_size_search, workspace.paths
+    assert section is not None
+    record = read_record(str(paths.local), "batch_size.json", BatchSizeRecord)
     if record is not None:  # a resumed run does not repeat a finished search
-        sized = apply_batch_size(job, record.batch_size_per_worker)
-        write_text(session.paths.job, dump_job(sized))
-    else:
-        sized = _search(section, session).job
-    return session.preflight.resolve(sized)
+        return record.batch_size_per_worker * placement.workers
+    check_sampler(section, use_gpu=use_gpu)
+    probes: list[BatchSizeProbeRecord] = []
+
+    def record_probe(record: BatchSizeProbeRecord) -> None:
+        probes.append(record)
+        append_records(paths.batch_sizes, [record])
+        workspace.terminal.note(probe_text(record))
+
+    bounds = _bounds(job, section, info.train_size, placement.workers, workspace.terminal.note)
+    workspace.terminal.phase("searching the batch size")
+    with open_prober() as prober:
+        strategy = build_strategy(section, bounds)
+        choice = run_probes(strategy, prober, job.max_restarts, record_probe)
+    record = _record(job, placement, choice, probes, monotonic_s() - started_s)
+    write_record(paths.batch_size, record)
+    for line in _summary(record, job, info.train_size):
+        workspace.terminal.note(line)
+    return record.global_batch_size.after
 
 
-def _search(section: BatchSizeSection, session: Session) -> BatchSizeResult:
-    """Probe; write the records and the job with the chosen size, and say what it leads to."""
-    started_s, job = monotonic_s(), session.job
-    check_sampler(section, use_gpu=session.plan.use_gpu)
-    size, reason, probes = _probe(section, _bounds(section, session), session)
-    chosen = apply_batch_size(job, size)
-    write_text(session.paths.job, dump_job(chosen))
-    scaling = scalable_policy(job).scaling
+def _record(
+    job: Job,
+    placement: Placement,
+    choice: BatchSizeChoice,
+    probes: Sequence[BatchSizeProbeRecord],
+    duration_s: float,
+) -> BatchSizeRecord:
+    before, after = job.global_batch_size, choice.batch_size * placement.workers
     samples_per_s = next(p.samples_per_s for p in reversed(probes) if p.check)
     assert samples_per_s is not None  # of the last check, which fitted
-    record = BatchSizeRecord(
-        batch_size_per_worker=size,
-        global_batch_size=SizeChange(before=job.global_batch_size, after=chosen.global_batch_size),
+    return BatchSizeRecord(
+        batch_size_per_worker=choice.batch_size,
+        global_batch_size=SizeChange(before=before, after=after),
         samples_per_s=samples_per_s,
-        reason=reason,
+        reason=choice.reason,
         learning_rate=RateChange(
-            rule=scaling.rule if scaling else section.lr_rule,
-            before=scalable_policy(resolve_lr_scaling(job)).initial,
-            after=scalable_policy(chosen).initial,
+            rule=_scaling_rule(job), before=scaled_lr(job, before), after=scaled_lr(job, after)
         ),
-        duration_s=monotonic_s() - started_s,
+        duration_s=duration_s,
         probes=len(probes),
     )
-    write_record(session.paths.batch_size, record)
-    for line in _summary(record, job, session.preflight.info.train_size):
-        session.terminal.note(line)
-    return BatchSizeResult(size, chosen, session.paths.shown)
+
+
+def _scaling_rule(job: Job) -> ScalingRule:
+    """Return how the rate follows a batch size that is searched."""
+    scaling, section = job.learning_rate.scaling, job.batch_size_search
+    assert section is not None
+    return section.lr_rule if scaling is None else scaling.rule
+
+
+def run_probes(
+    strategy: Strategy,
+    prober: Prober,
+    max_restarts: int,
+    on_probe: Callable[[BatchSizeProbeRecord], None],
+) -> BatchSizeChoice:
+    """Search, check the choice in a new process, and continue the search if the check fails.
+
+    The check may also show that probes differ by more than the strategy knew, and lead it to
+    another choice. Raises what a probe raised, ResourcesError when nothing fits, PoolError when
+    probing processes keep dying or do not answer.
+    """
+    probes: list[Probe] = []
+    checked: set[int] = set()
+    deaths, number = 0, 0
+    while True:
+        proposal = strategy.propose(probes)
+        size, is_check = proposal.batch_size, isinstance(proposal, BatchSizeChoice)
+        if isinstance(proposal, BatchSizeChoice):
+            if size in checked:
+                return proposal
+            prober.end()
+        measured = prober.measure(size, check=is_check)
+        probe = measured.probe
+        if probe is None and not is_check:
+            deaths += 1
+            if deaths > max_restarts:
+                raise PoolError(
+                    f"probing processes died {deaths} times without an answer "
+                    f"(max_restarts: {max_restarts}): {measured.why}"
+                )
+            continue
+        if probe is None:  # this size is too large to train with
+            probe = Probe(size, "out_of_memory", why=f"its process ended: {measured.why}")
+        if is_check or probe.status != "ok":
+            prober.end()
+        if is_check and probe.fits:
+            checked.add(size)
+        if strategy.weighs_checks or not (is_check and probe.fits):
+            probes.append(probe)
+        number += 1
+        reason = _CHECK_REASON if is_check else proposal.reason
+        on_probe(
+            BatchSizeProbeRecord.from_probe(
+                number, probe, reason, check=is_check, pid=measured.pid
+            )
+        )
 
 
 def _summary(record: BatchSizeRecord, job: Job, train_size: int) -> Iterator[str]:
@@ -131,27 +217,32 @@ def _summary(record: BatchSizeRecord, job: Job, train_size: int) -> Iterator[str
         f"{record.duration_s:.1f} s"
     )
     factor = lr.after / lr.before
-    if factor > _LARGE_LR_FACTOR:
+    if factor > LARGEST_LR_FACTOR:
         yield (
-            f"warning: learning_rate.initial grows {factor:.3g}-fold. Beyond {_LARGE_LR_FACTOR} "
-            "such a rule often fails: the training may end worse or diverge. Use a warm-up "
-            "(learning_rate.warmup), batch_size_search.lr_rule: sqrt, or max_batch_size: "
-            f"{_LARGE_LR_FACTOR * job.batch_size_per_worker}, and compare the accuracies."
+            f"warning: learning_rate.initial grows {factor:.3g}-fold, as max_batch_size allows. "
+            f"Beyond {LARGEST_LR_FACTOR} the training may end worse or diverge. Use a warm-up "
+            "(learning_rate.warmup), batch_size_search.lr_rule: sqrt, or no max_batch_size, and "
+            "compare the accuracies."
         )
 
 
-def _bounds(section: BatchSizeSection, session: Session) -> SizeBounds:
+def _bounds(
+    job: Job,
+    section: BatchSizeSection,
+    train_size: int,
+    workers: int,
+    note: Callable[[str], None],
+) -> SizeBounds:
     """Return the sizes that leave enough memory and updates; say where updates bound them."""
-    job, info, own = session.job, session.preflight.info, session.job.batch_size_per_worker
-    workers, note = job.workers.size, session.terminal.note
-    largest = largest_size(
-        section, own, info.train_size, job.epochs, workers, job.batch_ramp.steps
-    )
-    bounds = SizeBounds(largest, info.train_size // workers, workers, own)
+    own = job.global_batch_size // workers
+    steps, rule = job.batch_ramp.steps, _scaling_rule(job)
+    largest = largest_size(section, own, train_size, job.epochs, workers, steps, rule)
+    bounds = SizeBounds(largest, train_size // workers, workers, own)
     note(
         f"batch sizes of 1 to {largest} per worker are allowed, by the size of the training set, "
         f"min_updates_per_epoch: {section.min_updates_per_epoch}, min_updates: "
-        f"{section.min_updates} and max_batch_size of batch_size_search"
+        f"{section.min_updates} and max_batch_size of batch_size_search (without it, the rate "
+        f"grows {LARGEST_LR_FACTOR}-fold at most)"
     )
     if job.train_for is not None:
         max_step_s = _TRAINING_FRACTION * job.train_for / section.min_updates
@@ -184,54 +275,3 @@ def _measured_noise_scale(job: Job, note: Callable[[str], None]) -> float | None
         note(f"noise scale {scale:.3g}, as {run_dir} measured it")
         return scale
     return None
-
-
-def _probe(
-    section: BatchSizeSection, bounds: SizeBounds, session: Session
-) -> tuple[int, str, list[BatchSizeProbeRecord]]:
-    """Probe until the strategy has chosen; record every probe as soon as it is measured.
-
-    Returns the size, the reason and the probes.
-    """
-    # Not at the top: it loads torch, which a job without a search never needs here.
-    from raytrain_opt.pools.probes import ProbeConfig, ProbeProcess, run_probes
-
-    job, plan = session.job, session.plan
-    session.terminal.phase("searching the batch size")
-    config = ProbeConfig(
-        learner=LearnerConfig.from_job(job),
-        section=section,
-        use_gpu=plan.use_gpu,
-        threads=compute_threads(job.workers.threads, plan.workers_per_node),
-        shared=[ray.put(session.preflight.shared)],
-    )
-    process = ProbeProcess(config, _actor_options(session), job.timeouts.no_progress_s)
-    records: list[BatchSizeProbeRecord] = []
-
-    def record_probe(record: BatchSizeProbeRecord) -> None:
-        records.append(record)
-        append_records(session.paths.batch_sizes, [record])
-        session.terminal.note(probe_text(record))
-
-    try:
-        strategy = build_strategy(section, bounds)
-        choice = run_probes(strategy, process, job.max_restarts, record_probe)
-    finally:
-        process.end()
-    return choice.batch_size, choice.reason, records
-
-
-def _actor_options(session: Session) -> dict[str, Any]:
-    """Return a worker's resources and environment; a full GPU, as two probes would interfere."""
-    resources = dict(session.plan.worker_resources)
-    if session.plan.use_gpu:
-        resources["GPU"] = max(1.0, resources["GPU"])
-    return {
-        "num_cpus": resources.pop("CPU", 0),
-        "num_gpus": resources.pop("GPU", 0),
-        "memory": resources.pop("memory", None),
-        "resources": resources,
-        "runtime_env": runtime_environment(
-            local=session.owns_ray, start_s=session.job.timeouts.start_s
-        ),
-    }

@@ -1,72 +1,88 @@
-"""A run in this process, without Ray: `raytrain-opt run --in-process`, for a debugger."""
+"""The backend of a run in this process, without Ray: for debuggers, tests and benchmarks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
 
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem
-from raytrain_opt.execution.preflight import check_job, run_preflight
-from raytrain_opt.execution.progress import Startup
-from raytrain_opt.execution.rescale import resolve_lr_scaling, set_workers
-from raytrain_opt.execution.result import open_training_run
-from raytrain_opt.execution.resume import keep_workers
-from raytrain_opt.execution.session import Workspace, open_run_directory
-from raytrain_opt.execution.signals import stop_on_signals
-from raytrain_opt.execution.training_run import TrainingRun
-from raytrain_opt.pools.in_process import in_process_backend, open_learner
+from raytrain_opt.execution.check import ChooseThreads, check_job, try_job
+from raytrain_opt.execution.resolve import Facts, Placement, Resolved
+from raytrain_opt.execution.workspace import Frontend, Workspace
+from raytrain_opt.pools.protocol import Pools
 from raytrain_opt.search.factory import max_candidates
-from raytrain_opt.terminal.progress import open_terminal
 from raytrain_opt.threads import Cores
+
+if TYPE_CHECKING:
+    from raytrain_opt.data.factory import SharedData
 
 
 @contextmanager
-def start_in_process(job: Job, *, began_s: float, resume: str | None) -> Iterator[TrainingRun]:
-    """Check the job, make its run directory, build both pools here. Raises JobError, DataError."""
-    startup, limits = Startup(began_s), job.timeouts
-    with (
-        open_terminal() as terminal,
-        stop_on_signals(terminal.note) as stop,
-        stop.limit_silence(limits.no_progress_s, limits.stop_s),
-    ):
-        problems = check_job(job)
-        if problems:
+def open_in_process(
+    job: Job, frontend: Frontend, *, resumed: bool = False
+) -> Iterator[InProcessBackend]:
+    """Open the backend; end code that hangs as `timeouts` say."""
+    limits = job.timeouts
+    with frontend.stop.limit_silence(limits.no_progress_s, limits.stop_s):
+        yield InProcessBackend(job, frontend, resumed=resumed)
+
+
+class InProcessBackend:
+    """Trains in this process, one candidate after the other. Implements `Backend`."""
+
+    options = "--in-process"
+
+    def __init__(self, job: Job, frontend: Frontend, *, resumed: bool = False) -> None:
+        self._job, self._frontend, self._resumed = job, frontend, resumed
+        self._shared: SharedData = None
+        self._choose_threads: ChooseThreads | None = None  # until the placement
+
+    def read(self) -> Facts:
+        if problems := check_job(self._job) + _problems_of_one_process(self._job):
             raise JobError(problems)
-        _check_in_process(job)
-        job = resolve_lr_scaling(keep_workers(job, resume))
-        cores = Cores.measure() if job.workers.threads is None else None
-        threads = job.workers.threads if cores is None else cores.threads()
-        job = set_workers(job, count=job.workers.size, threads=threads)
-        preflight = run_preflight(job, resumed=resume is not None)
-        startup.mark("data_read_s")
-        resolved = preflight.resolved
-        assert resolved is not None  # no batch size is to be searched
-        stop.progress(limits.start_s)
-        with (
-            open_run_directory(job, resume, terminal, stop, preflight.info, "--in-process") as (
-                paths,
-                checkpoints,
-            ),
-            open_learner(resolved.learner, job.workers, preflight.take_shared()) as learner,
-        ):
-            terminal.note("training in one process, without Ray: for debugging, not for speed")
-            if cores is not None:
-                cores.tell(cores.threads(), 1, terminal.note)
-            for note in preflight.info.notes:
-                terminal.note(note)
-            backend = in_process_backend(
+        facts, self._shared, self._choose_threads = try_job(self._job, resumed=self._resumed)
+        self._frontend.startup.mark("data_read_s")
+        self._frontend.stop.progress(self._job.timeouts.start_s)
+        return facts
+
+    def place(self, facts: Facts, *, search: bool = True) -> Placement:
+        from torch.cuda import is_available  # not at the top: it loads torch
+
+        note, threads = self._frontend.terminal.note, self._job.workers.threads
+        note("training in one process, without Ray: for debugging, not for speed")
+        if threads is None:
+            on_gpu = self._job.workers.use_gpu is not False and is_available()
+            choose, batch_size = self._choose_threads, self._job.batch_size_per_worker
+            fastest = None if on_gpu or choose is None else partial(choose, batch_size)
+            threads = Cores.measure().choose(1, note, fastest)
+        self._choose_threads = None
+        candidates = max_candidates(self._job) if search else 0
+        return Placement(self._job.workers.size, threads, candidates)
+
+    def find_batch_size(self, facts: Facts, placement: Placement, workspace: Workspace) -> int:
+        return self._job.global_batch_size  # `read` refuses a search
+
+    @contextmanager
+    def start(self, resolved: Resolved, workspace: Workspace) -> Iterator[Pools]:
+        # Not at the top: it loads torch.
+        from raytrain_opt.pools.in_process import in_process_pools, open_learner
+
+        job = resolved.job
+        shared, self._shared = self._shared, None  # the learner has them
+        with open_learner(resolved.learner, job.workers, shared) as learner:
+            del shared
+            yield in_process_pools(
                 learner,
-                with_slots=max_candidates(job) > 0 and job.search_on == "slots",
+                with_slots=resolved.candidates > 0 and job.search_on == "slots",
                 candidate_batch=job.learning_rate.candidate_batch,
             )
-            workspace = Workspace(paths, checkpoints, terminal, startup, stop)
-            with open_training_run(resolved, backend, workspace) as run:
-                yield run
 
 
-def _check_in_process(job: Job) -> None:
-    """Raise JobError for what needs several processes."""
+def _problems_of_one_process(job: Job) -> list[Problem]:
+    """Return what of a job needs several processes."""
     problems = []
     if job.parallel.mode == "async":
         rule = "asynchronous training needs several processes, and --in-process has one"
@@ -77,5 +93,4 @@ def _check_in_process(job: Job) -> None:
         rule = "probes of a batch-size search run in processes of their own"
         hint = "remove the section and set global_batch_size, or leave --in-process out"
         problems.append(Problem("batch_size_search", rule, hint=hint))
-    if problems:
-        raise JobError(problems)
+    return problems

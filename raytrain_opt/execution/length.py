@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from raytrain_opt.clock import monotonic_s
-from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem
-from raytrain_opt.optim.epoch_steps import EpochSpan, EpochSteps
+from raytrain_opt.execution.resolve import Resolved
+from raytrain_opt.optim.epoch_steps import EpochSpan
 from raytrain_opt.pools.commands import MainTrain, StateRef
 from raytrain_opt.pools.protocol import MainTraining
 from raytrain_opt.recording.event_log import EventLog
 from raytrain_opt.recording.records import EpochRecord
-from raytrain_opt.results import Metric
+from raytrain_opt.results import Metric, Steps
 from raytrain_opt.search.early_stopping import lost_patience, reached_target
 from raytrain_opt.search.policy import History, Policy, TryCandidates
 from raytrain_opt.search.time_budget import Pace, plan_epoch
@@ -35,8 +35,9 @@ _NOTABLE_CHANGE = 0.1
 class TrainingLength:
     """Plans the epochs of a run, and says which is the last."""
 
-    def __init__(self, job: Job, steps: EpochSteps, event_log: EventLog) -> None:
-        self._job, self._steps, self._event_log = job, steps, event_log
+    def __init__(self, resolved: Resolved, event_log: EventLog) -> None:
+        self._job, self._steps, self._event_log = resolved.job, resolved.steps, event_log
+        self._optimizers = resolved.learner.optimizers
         self._pace: Pace | None = None
         self._optimizer = 0  # that was measured
         self._span: EpochSpan | None = None
@@ -66,13 +67,13 @@ class TrainingLength:
         if not self.records or epochs in (None, self.records[-1].epochs):
             return
         before, latest = self.records[-1], history.latest
-        name = str(self._job.optimizers[latest.next_optimizer if latest else 0].name)
+        name = str(self._optimizers[latest.next_optimizer if latest else 0].name)
         if name != before.optimizer:  # the choice of Muon depends on the length
             rule = f"would continue with {name} after epochs with {before.optimizer}"
             hint = "start a new run from the weights: --set model.weights=RUN_DIR"
             raise JobError([Problem("epochs", rule, str(epochs), hint)])
         action = policy.next(before.epoch + 1, history)
-        planned = (action.base_lr,) if isinstance(action, TryCandidates) else action.lrs
+        planned = (action.base_lr,) if isinstance(action, TryCandidates) else action.steps.lrs
         text = f"{lrs[-1]:.3g} to {planned[min(steps, len(planned) - 1)]:.3g}"
         text = f"the schedule now covers {epochs} epochs: the rate goes from {text}"
         self._event_log.log("length", before.epoch + 1, text)
@@ -183,7 +184,8 @@ def measure_pace(
         nonlocal total
         total += steps
         began_s = monotonic_s()
-        command = MainTrain(state, 1, 0, (_MEASURED_LR,) * steps, optimizer=optimizer)
+        measured = Steps(0, (_MEASURED_LR,) * steps, optimizer=optimizer)
+        command = MainTrain(state, 1, measured)
         steps_s = training.train(command, check=False).totals.duration_s
         return steps_s, monotonic_s() - began_s - steps_s
 

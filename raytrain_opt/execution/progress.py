@@ -21,7 +21,7 @@ from raytrain_opt.recording.records import (
     ScheduleRecord,
     StalenessRecord,
 )
-from raytrain_opt.results import EvalTotals, TrainTotals
+from raytrain_opt.results import NO_STEPS, EvalTotals, Steps, TrainTotals
 from raytrain_opt.search.noise_scale import NoiseScale
 from raytrain_opt.search.policy import CandidateResult, History
 
@@ -42,7 +42,7 @@ class Startup:
 class PartialEpoch:
     """The part of an epoch that is done: its rounds, and the steps before a signal."""
 
-    lrs: tuple[float, ...] = ()  # of the steps that were kept
+    steps: Steps = NO_STEPS  # that were kept
     round_record: RoundRecord | None = None  # of the last round; the main training completes it
     duration_s: float = 0.0
     timings_s: dict[str, float] = field(default_factory=dict)
@@ -61,6 +61,7 @@ class RunProgress:
     partial_epoch: PartialEpoch = PartialEpoch()
     parallel: dict[str, Any] = field(default_factory=dict)  # how gradients were exchanged
     data: DataFingerprint | None = None  # that were trained on
+    job: dict[str, Any] | None = None  # every field of the job, by its path
 
     @property
     def samples(self) -> int:
@@ -71,7 +72,7 @@ class RunProgress:
     def reached(self) -> tuple[int, int, int]:
         """The complete epochs, and either rounds or steps of the next one."""
         partial, rounds = self.partial_epoch, self.history.rounds_of(self.next_epoch)
-        steps = len(partial.lrs) if partial.train is not None else 0
+        steps = len(partial.steps.lrs) if partial.train is not None else 0
         return self.next_epoch - 1, 0 if steps else len(rounds), steps
 
     def add_samples(self, *, search: int = 0, kept: int = 0) -> RunProgress:
@@ -113,10 +114,7 @@ class EpochMetrics:
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     results: Sequence[CandidateResult] = ()  # of the round in progress
     round_record: RoundRecord | None = None
-    lrs: list[float] = field(default_factory=list)  # of the steps on the way to the weights
-    weight_decay_factor: float = 1.0
-    optimizer: int = 0
-    held_out: int = 0
+    steps: Steps = NO_STEPS  # on the way to the weights
     restarts: bool = False
     is_ruined: bool = False  # by a loss or weights that are not finite: training starts again
     train: TrainTotals | None = None
@@ -135,9 +133,7 @@ class EpochMetrics:
         self.train = totals if self.train is None else self.train.plus(totals)
         if totals.steps:  # none are left where a signal arrived in the evaluation
             self.staleness = outcome.staleness
-        self.weight_decay_factor, self.optimizer = command.weight_decay_factor, command.optimizer
-        self.held_out = command.held_out
-        self.lrs.extend(command.lrs[: totals.steps])
+        self.steps = self.steps.plus(command.steps.before(totals.steps))
         for name, seconds in outcome.timings_s.items():
             self.stopwatch.add(f"main_{name}", seconds)
 
@@ -147,7 +143,7 @@ class EpochMetrics:
         metrics = cls(
             monotonic_s() - partial.duration_s,
             round_record=partial.round_record,
-            lrs=list(partial.lrs),
+            steps=partial.steps,
             train=partial.train,
             staleness=partial.staleness,
         )
@@ -157,7 +153,7 @@ class EpochMetrics:
     def partial(self) -> PartialEpoch:
         """Return what a run resumed now needs of this epoch."""
         return PartialEpoch(
-            tuple(self.lrs),
+            self.steps,
             self.round_record,
             monotonic_s() - self.started_s,
             dict(self.stopwatch.timings_s),
@@ -165,18 +161,15 @@ class EpochMetrics:
             self.staleness,
         )
 
-    def schedule(self, epoch: int, optimizer: OptimizerSection, full_steps: int) -> ScheduleRecord:
+    def schedule(self, epoch: int, optimizer: OptimizerSection) -> ScheduleRecord:
         """Return a line of schedule.jsonl."""
         return ScheduleRecord(
             epoch=epoch,
             optimizer=str(optimizer.name),
-            weight_decay_factor=self.weight_decay_factor,
             auto_weight_decay=optimizer.has_auto_weight_decay,
-            held_out=self.held_out,
             restarts=self.restarts,
             lr_multipliers=dict(optimizer.group_lr_multipliers),
-            full_steps=full_steps,
-            lrs=tuple(self.lrs),
+            steps=self.steps,
         )
 
 
@@ -195,10 +188,10 @@ def epoch_record(
     return EpochRecord(
         epoch=epoch,
         epochs=epochs,
-        lr=metrics.lrs[-1],
+        lr=metrics.steps.lrs[-1],
         lr_peak=max(lrs),
         optimizer=optimizer,
-        weight_decay_factor=metrics.weight_decay_factor,
+        weight_decay_factor=metrics.steps.weight_decay_factor,
         train_loss=metrics.train_loss,
         test_metrics=dict(test.means) if test else {},
         metric=test.metric if test else None,

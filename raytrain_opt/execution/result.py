@@ -13,10 +13,10 @@ from typing import Any
 from raytrain_opt.clock import utc_now
 from raytrain_opt.execution.callbacks import Callbacks
 from raytrain_opt.execution.checkpoint_writer import CheckpointWriter
-from raytrain_opt.execution.preflight import ResolvedJob
-from raytrain_opt.execution.session import Workspace
+from raytrain_opt.execution.resolve import Resolved
 from raytrain_opt.execution.training_run import TrainingRun
-from raytrain_opt.pools.protocol import Backend
+from raytrain_opt.execution.workspace import Workspace
+from raytrain_opt.pools.protocol import Pools
 from raytrain_opt.recording.event_log import EventLog
 from raytrain_opt.recording.recorder import Recorder, versions
 from raytrain_opt.recording.records import (
@@ -31,7 +31,7 @@ from raytrain_opt.report import try_write_report
 from raytrain_opt.report.formatting import duration, percent, plain, rate
 from raytrain_opt.results import Metric
 from raytrain_opt.search.noise_scale import summarize
-from raytrain_opt.storage import join
+from raytrain_opt.storage import join, write_text
 from raytrain_opt.terminal.progress import print_summary
 from raytrain_opt.train.trained_model import model_metadata
 from raytrain_opt.user_code import exits_as_errors
@@ -52,16 +52,16 @@ class RunResult:
 
 @contextmanager
 def open_training_run(
-    resolved: ResolvedJob, backend: Backend, workspace: Workspace, observers: Sequence[object] = ()
+    resolved: Resolved, pools: Pools, workspace: Workspace
 ) -> Iterator[TrainingRun]:
-    """Yield a run that writes its records, and why it ended. `observers`: further callbacks."""
+    """Yield a run that writes its records, and why it ended."""
     job, paths, checkpoints = resolved.job, workspace.paths, workspace.checkpoints
     checkpoints.metadata = model_metadata(job.model, job.task, resolved.info)
     recorder = Recorder(paths)
     event_log = EventLog(recorder, workspace.terminal.note, workspace.startup.began_s)
     writer = CheckpointWriter(checkpoints, paths, event_log, job.timeouts.no_progress_s)
-    callbacks = Callbacks(job, paths, event_log, observers)
-    run = TrainingRun(resolved, backend, workspace, recorder, writer, event_log, callbacks)
+    callbacks = Callbacks(job, paths, event_log, pools.observers)
+    run = TrainingRun(resolved, pools, workspace, recorder, writer, event_log, callbacks)
     if resolved.note is not None and run.checkpoints.latest is None:
         run.event_log.log("optimizer", 1, resolved.note)
     try:
@@ -86,6 +86,7 @@ def finish(run: TrainingRun) -> RunResult:
     record = _result(run, epochs)
     run.recorder.close()
     report = try_write_report(run_dir, run.paths.shown, record)
+    write_text(run.paths.ending, "")
     run.recorder.result(record)
     run.checkpoints.publish()
     run.stop.finished = True

@@ -15,14 +15,17 @@ from raytrain_opt.config.functions import refuse_functions
 from raytrain_opt.config.load import flatten, parse_job, plain_job
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem
-from raytrain_opt.execution.rescale import apply_batch_size, resolve_lr_scaling, set_workers
+from raytrain_opt.execution.resolve import Placement, settle
 from raytrain_opt.paths import check_run, newest_unfinished
 from raytrain_opt.recording.reader import read_lines, read_record, read_text
 from raytrain_opt.recording.records import BatchSizeRecord, EpochRecord
 
 _ABSENT = object()
-# They change when a run gives up, what it keeps and where it runs, not what it computes.
-_HARMLESS = ("checkpoint.", "max_restarts", "timeouts.", "workers.resources")
+# They change when a run gives up, what it keeps and where it runs, not what it computes. Data at
+# another place are compared with those of the latest checkpoint when they are read.
+_HARMLESS = (
+    "checkpoint.", "max_restarts", "timeouts.", "workers.resources", "data.root", "data.cache",
+)  # fmt: skip
 # A run that is named may also become longer or shorter.
 _LENGTH = ("epochs", "train_for", "stop")
 
@@ -39,37 +42,90 @@ def load_run_job(run_dir: str, overrides: Sequence[str], *, trust: bool) -> Job:
     return job
 
 
-def check_resumed_job(job: Job, run_dir: str) -> None:
+def find_run(job: Job, resume: str | None) -> tuple[Job, str | None]:
+    """Return the job, and the run directory that it continues; None for a new run.
+
+    Workers and threads that the job leaves open are as many as that run has. Raises JobError if
+    the run, `resume` or the one that `resume: auto` finds, was started with another job.
+    """
+    if resume is None:
+        resume = newest_unfinished(job.storage_path, job.name) if job.resume == "auto" else None
+        check = _check_found
+    else:
+        check_run(resume)
+        check = _check_named
+    if resume is None:
+        return job, None
+    unfinished = _read_job(resume)
+    kept = {
+        name: getattr(unfinished.workers, name)
+        for name, is_open in (
+            ("count", job.workers.count == "auto"),
+            ("threads", job.workers.threads is None),
+        )
+        if is_open
+    }
+    job = job.model_copy(update={"workers": job.workers.model_copy(update=kept)})
+    check(job, unfinished, resume)
+    return job, resume
+
+
+def job_fields(job: Job) -> dict[str, Any]:
+    """Return every value of a job by its path, as a checkpoint keeps them."""
+    return flatten(plain_job(job))
+
+
+def check_edited_job(job: Job, trained: Mapping[str, Any], epochs: int, run_dir: str) -> None:
+    """Raise JobError if job.yaml was edited since the latest checkpoint, but for the length.
+
+    `trained`: the fields of the job that the checkpoint was trained with, for `epochs` epochs.
+    """
+    problems = _differences(job, trained, run_dir)
+    changes = [problem for problem in problems if not problem.path.startswith(_LENGTH)]
+    if changes:
+        rule = f"of {run_dir} was edited since the latest checkpoint; only {_allowed()} can change"
+        hint = f"put the values back; to train longer: {resume_command(run_dir, job)}"
+        raise JobError([Problem("job.yaml", rule, hint=f"{hint} --set epochs=N"), *changes])
+    if problems:
+        had_time = trained.get("train_for") is not None
+        _check_length(job, epochs, run_dir, plans_epochs=had_time)
+
+
+def _allowed() -> str:
+    return ", ".join(name.rstrip(".") for name in (*_LENGTH, *_HARMLESS))
+
+
+def _check_named(job: Job, unfinished: Job, run_dir: str) -> None:
     """Raise JobError unless the job continues that run: to its end, or for another length."""
-    check_run(run_dir)
-    unfinished = _read_job(run_dir)
-    problems = _differences(job, unfinished, run_dir)
+    problems = _differences(job, _settled_fields(unfinished, run_dir), run_dir)
     changes_length = any(problem.path.startswith(_LENGTH) for problem in problems)
     problems = [problem for problem in problems if not problem.path.startswith(_LENGTH)]
     if problems:
-        fields = ", ".join(name.rstrip(".") for name in (*_LENGTH, *_HARMLESS))
-        rule = f"continues {run_dir}, in which only {fields} can change"
+        rule = f"continues {run_dir}, in which only {_allowed()} can change"
         raise JobError([Problem("resume", rule), *problems])
     is_finished = storage.read(run_dir, "result.json") is not None
     if changes_length:
-        _check_length(job, unfinished, run_dir, is_finished=is_finished)
+        epochs = read_lines(run_dir, "epochs.jsonl", EpochRecord)
+        ran_out = is_finished and len(epochs) == (epochs[-1].epochs if epochs else 0)
+        plans_epochs = unfinished.train_for is not None and not ran_out
+        _check_length(job, len(epochs), run_dir, plans_epochs=plans_epochs)
     elif is_finished:
         hint = f"to train longer: {resume_command(run_dir, job)} --set epochs=N"
         rule = f"has finished; see {storage.join(run_dir, 'report.html')}"
         raise JobError([Problem("--resume", rule, repr(run_dir), hint)], "arguments")
 
 
-def _check_length(job: Job, before: Job, run_dir: str, *, is_finished: bool) -> None:
-    """Refuse a length that the run cannot have any more."""
-    epochs = read_lines(run_dir, "epochs.jsonl", EpochRecord)
+def _check_length(job: Job, epochs: int, run_dir: str, *, plans_epochs: bool) -> None:
+    """Refuse a length that the run cannot have any more after `epochs` epochs.
+
+    `plans_epochs`: its `train_for` has not run out.
+    """
     field, rule = "epochs", ""
     if not epochs:
         rule = "cannot change before epoch 1 is complete, whose search belongs to the length"
-    elif job.epochs is not None and job.epochs <= len(epochs):
-        rule = f"must be more than the {len(epochs)} epochs that the run has trained"
-    elif job.train_for is not None and (
-        before.train_for is None or (is_finished and len(epochs) == epochs[-1].epochs)
-    ):
+    elif job.epochs is not None and job.epochs <= epochs:
+        rule = f"must be more than the {epochs} epochs that the run has trained"
+    elif job.train_for is not None and not plans_epochs:
         field = "train_for"
         rule = "plans no more epochs of this run; give --set train_for=null --set epochs=N"
     if rule:
@@ -87,27 +143,14 @@ def resume_command(run_dir: str, job: Job, options: str = "") -> str:
     return " ".join(filter(None, [*words, options]))
 
 
-def find_unfinished_run(job: Job) -> str | None:
-    """Return the run for `resume: auto` to resume, if any. Raises JobError if its job differs."""
-    run_dir = newest_unfinished(job.storage_path, job.name) if job.resume == "auto" else None
-    unfinished = job if run_dir is None else _read_job(run_dir)
-    if run_dir is not None and (problems := _differences(job, unfinished, run_dir)):
+def _check_found(job: Job, unfinished: Job, run_dir: str) -> None:
+    """Raise JobError unless the job is the one of the run that `resume: auto` has found."""
+    if problems := _differences(job, _settled_fields(unfinished, run_dir), run_dir):
         rule = f"auto found the unfinished run {run_dir}, which was started with another job"
         hint = "set the fields below to their values in that run, or resume that run unchanged: "
         hint += f"{resume_command(run_dir, unfinished)}, or start a new run: --set resume=never, "
         hint += "or another name; --resume also takes another length: --set epochs=N"
         raise JobError([Problem("resume", rule, hint=hint), *problems])
-    return run_dir
-
-
-def keep_workers(job: Job, run_dir: str | None) -> Job:
-    """Return the job; workers and threads that it leaves open are as many as that run has."""
-    count, threads = job.workers.count, job.workers.threads
-    if run_dir is None or (count != "auto" and threads is not None):
-        return job
-    earlier = _read_job(run_dir).workers
-    count = earlier.size if count == "auto" else count
-    return set_workers(job, count=count, threads=threads or earlier.threads)
 
 
 def _read_job(run_dir: str, overrides: Sequence[str] = ()) -> Job:
@@ -117,9 +160,9 @@ def _read_job(run_dir: str, overrides: Sequence[str] = ()) -> Job:
     return parse_job(text, source, overrides)
 
 
-def _differences(job: Job, unfinished: Job, run_dir: str) -> list[Problem]:
+def _differences(job: Job, then: Mapping[str, Any], run_dir: str) -> list[Problem]:
     """Return the fields whose values change what a run computes."""
-    now, then = (flatten(plain_job(_resolve(j, run_dir))) for j in (job, unfinished))
+    now = _settled_fields(job, run_dir)
     return [
         Problem(key, f"is {_value_text(then, key)} in that run", _value_text(now, key))
         for key in {**now, **then}
@@ -128,13 +171,14 @@ def _differences(job: Job, unfinished: Job, run_dir: str) -> list[Problem]:
     ]
 
 
-def _resolve(job: Job, run_dir: str) -> Job:
-    """Return the job as that run writes it: with its batch size found and its rate scaled."""
-    if job.batch_size_search:
+def _settled_fields(job: Job, run_dir: str) -> dict[str, Any]:
+    """Return the fields of the job as that run writes it: with the batch size that it found."""
+    batch_size = job.global_batch_size
+    if job.batch_size_search is not None:
         record = read_record(run_dir, "batch_size.json", BatchSizeRecord)
         if record is not None:
-            job = apply_batch_size(job, record.batch_size_per_worker)
-    return resolve_lr_scaling(keep_workers(job, run_dir))
+            batch_size = record.batch_size_per_worker * job.workers.size
+    return job_fields(settle(job, Placement.from_job(job), batch_size))
 
 
 def _value_text(fields: Mapping[str, Any], key: str) -> str:

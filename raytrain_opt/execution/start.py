@@ -5,30 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import ray
 from ray.util.metrics import Gauge
 
-from raytrain_opt.async_training.actors import ServerHandles, parameter_server
+from raytrain_opt.async_training.actors import (
+    AsynchronousWorkers,
+    ServerHandles,
+    parameter_server,
+)
 from raytrain_opt.async_training.main_training import AsynchronousTraining
-from raytrain_opt.async_training.program import AsynchronousWorkers
 from raytrain_opt.cluster.connection import count_placeable, on_driver_node, total_resources
-from raytrain_opt.execution.preflight import ResolvedJob
-from raytrain_opt.execution.result import open_training_run
-from raytrain_opt.execution.session import Session
-from raytrain_opt.execution.training_run import TrainingRun
+from raytrain_opt.cluster.resources import PoolPlan
+from raytrain_opt.config.schema import Job
+from raytrain_opt.execution.resolve import Placement, Resolved
+from raytrain_opt.execution.workspace import Workspace
+from raytrain_opt.paths import RunPaths
 from raytrain_opt.pools.commands import SLOT_POOL, WORKER_POOL
 from raytrain_opt.pools.launcher import PoolLauncher, runtime_environment
 from raytrain_opt.pools.mailbox import Mailbox
-from raytrain_opt.pools.mailbox_client import answer
-from raytrain_opt.pools.protocol import Backend, SynchronousTraining
-from raytrain_opt.pools.ray_pool import RayPool, running
-from raytrain_opt.pools.relay import relay_levels
-from raytrain_opt.pools.resident_config import ResidentConfig, SynchronousWorkers
+from raytrain_opt.pools.programs import ResidentConfig, SynchronousWorkers
+from raytrain_opt.pools.protocol import Pools, SynchronousTraining
+from raytrain_opt.pools.ray_pool import ProbingSlot, RayPool, running
 from raytrain_opt.pools.state_store import RayStateStore
 from raytrain_opt.recording.records import EpochRecord
+from raytrain_opt.train.learner_config import LearnerConfig
 
 # Seconds for the pools to leave a Ray that we started: it is shut down anyway.
 _OWN_RAY_STOP_S = 1.0
@@ -58,8 +60,11 @@ def start_launcher(*, local: bool, start_s: float, import_all: bool) -> Any:
     )
 
 
-def start_mailbox(shared_data: object) -> Any:
-    """Start the mailbox on the driver's node, with repeated calls. `shared_data`: of residents."""
+def start_mailbox(shared: list[Any]) -> Any:
+    """Start the mailbox on the driver's node, with repeated calls.
+
+    `shared`: the reference to what all residents share.
+    """
     return (
         ray.remote(Mailbox)
         .options(
@@ -69,95 +74,147 @@ def start_mailbox(shared_data: object) -> Any:
             enable_task_events=False,  # for Ray's dashboard: a sixth of the CPU of every call
             label_selector=on_driver_node(),
         )
-        .remote([ray.put(shared_data)])
+        .remote(shared)
     )
 
 
 @contextmanager
-def start_run(resolved: ResolvedJob, session: Session) -> Iterator[TrainingRun]:
-    """Start both pools, and the parameter server of an asynchronous job; end them afterwards."""
-    with (
-        parameter_server(
-            resolved.learner, session.preflight.info, resolved.job.max_restarts
-        ) as server,
-        _start_pools(resolved, session, server) as run,
-    ):
-        yield run
+def start_prober(
+    job: Job,
+    plan: PoolPlan,
+    placement: Placement,
+    paths: RunPaths,
+    shared: list[Any],
+    owns_ray: bool,
+) -> Iterator[ProbingSlot]:
+    """Start what runs a slot that probes batch sizes; end it, and free its memory, afterwards."""
+    assert job.batch_size_search is not None
+    launcher = start_launcher(local=owns_ray, start_s=job.timeouts.start_s, import_all=False)
+    config = prober_config(job, plan, placement, paths, start_mailbox(shared))
+    pool = _make_slots(config, launcher, RayStateStore())
+    stop_s = _OWN_RAY_STOP_S if owns_ray else job.timeouts.stop_s
+    with running(pool, launcher=launcher, stop_s=stop_s):
+        yield ProbingSlot(pool, job.batch_size_search, job.timeouts)
+
+
+def prober_config(
+    job: Job, plan: PoolPlan, placement: Placement, paths: RunPaths, mailbox: Any
+) -> ResidentConfig:
+    """Return the settings of a slot that probes.
+
+    It has a worker's resources and threads, and a full GPU, as two probes on it would interfere.
+    """
+    resources = dict(plan.worker_resources)
+    if plan.use_gpu:
+        resources["GPU"] = max(1.0, resources["GPU"])
+    return ResidentConfig(
+        learner=replace(LearnerConfig.from_job(job), worker_count=placement.workers),
+        candidate_batch=None,
+        plan=replace(
+            plan, slots=1, slot_resources=resources, slots_per_node=plan.workers_per_node
+        ),
+        min_workers=1,
+        threads=placement.threads,
+        max_restarts=0,  # the search counts deaths, and takes some for an answer
+        timeouts=job.timeouts,
+        run_id=paths.run_id,
+        mailbox=mailbox,
+        ray_storage_path=paths.ray_storage,
+    )
 
 
 @contextmanager
-def _start_pools(
-    resolved: ResolvedJob, session: Session, server: ServerHandles | None
-) -> Iterator[TrainingRun]:
-    job, plan = resolved.job, session.plan
+def start_pools(
+    resolved: Resolved, plan: PoolPlan, workspace: Workspace, shared: list[Any], owns_ray: bool
+) -> Iterator[Pools]:
+    """Start both pools, and the parameter server of an asynchronous job; end them afterwards.
+
+    `shared`: the reference to the data that all processes share.
+    """
+    job = resolved.job
     # Starting a process costs ten seconds of CPU, most of it imports. With too few cores the slots
     # start first, since they take the first steps; the workers start beside the first round.
     cores = sum(node.get("CPU", 0.0) for node in total_resources())
     oversubscribed = cores < plan.slots + plan.workers
-    launcher = start_launcher(
-        local=session.owns_ray, start_s=job.timeouts.start_s, import_all=not oversubscribed
-    )
-    mailbox: Any = start_mailbox(session.preflight.take_shared())
-    config = _resident_config(resolved, session, mailbox, server)
-    residents = max(plan.workers, plan.slots)
-    if relay_levels(residents):
-        ref = launcher.start_relays.remote(mailbox, residents)
-        relays = answer(ref, "the actor that starts the pools", job.timeouts.start_s)
-        config = replace(config, relays=relays)
-    store = RayStateStore()
-    make_pool = partial(
-        RayPool, mailbox=mailbox, states=store, limit_s=config.timeouts.no_progress_s
-    )
-    workers = make_pool(
+    stop_s = _OWN_RAY_STOP_S if owns_ray else job.timeouts.stop_s
+    with parameter_server(resolved.learner, resolved.info, job.max_restarts) as server:
+        launcher = start_launcher(
+            local=owns_ray, start_s=job.timeouts.start_s, import_all=not oversubscribed
+        )
+        config = _resident_config(resolved, plan, workspace, start_mailbox(shared), server)
+        store = RayStateStore()
+        workers, slots = _make_pools(config, launcher, store)
+        pools = (slots, workers) if plan.slots else (workers,)  # slots compute first
+        with running(*pools, launcher=launcher, stop_s=stop_s):
+            pools[0].start()
+            if not oversubscribed:
+                workers.start()
+            yield Pools(
+                workers,
+                slots if plan.slots else None,
+                store,
+                SynchronousTraining(workers)
+                if server is None
+                else AsynchronousTraining(resolved.learner, job.timeouts, workers, store, server),
+                plan.use_gpu,
+                total_resources,
+                plan.search_reason,
+                observers=(RayMetrics(workspace.paths.run_id),),
+            )
+
+
+def _make_pools(
+    config: ResidentConfig, launcher: Any, store: RayStateStore
+) -> tuple[RayPool, RayPool]:
+    """Return workers and slots, none of which has started."""
+    plan = config.plan
+    workers = RayPool(
         WORKER_POOL,
         plan.workers,
         lambda: launcher.run_workers.remote(config),
+        config.mailbox,
+        store,
+        config.timeouts.no_progress_s,
         can_lose_residents=not config.workers.forms_group,
         has_room=None
         if config.min_workers == plan.workers
         else lambda: count_placeable(plan.worker_resources, 1, _LOOK_S) == 1,
     )
-    slots = make_pool(
-        SLOT_POOL, plan.slots, lambda: launcher.run_slots.remote(config), can_lose_residents=True
+    return workers, _make_slots(config, launcher, store)
+
+
+def _make_slots(config: ResidentConfig, launcher: Any, store: RayStateStore) -> RayPool:
+    return RayPool(
+        SLOT_POOL,
+        config.plan.slots,
+        lambda: launcher.run_slots.remote(config),
+        config.mailbox,
+        store,
+        config.timeouts.no_progress_s,
+        can_lose_residents=True,
     )
-    pools = (slots, workers) if plan.slots else (workers,)  # slots compute first
-    stop_s = _OWN_RAY_STOP_S if session.owns_ray else job.timeouts.stop_s
-    with running(*pools, launcher=launcher, stop_s=stop_s):
-        pools[0].start()
-        if not oversubscribed:
-            workers.start()
-        backend = Backend(
-            workers,
-            slots if plan.slots else None,
-            store,
-            SynchronousTraining(workers)
-            if server is None
-            else AsynchronousTraining(config.learner, config.timeouts, workers, store, server),
-            plan.use_gpu,
-            total_resources,
-            plan.search_reason,
-        )
-        metrics = RayMetrics(session.paths.run_id)
-        with open_training_run(resolved, backend, session, [metrics]) as run:
-            yield run
 
 
 def _resident_config(
-    resolved: ResolvedJob, session: Session, mailbox: Any, server: ServerHandles | None
+    resolved: Resolved,
+    plan: PoolPlan,
+    workspace: Workspace,
+    mailbox: Any,
+    server: ServerHandles | None,
 ) -> ResidentConfig:
-    """Return the settings that workers and slots get from the job and the session."""
+    """Return the settings of workers and slots."""
     job = resolved.job
     return ResidentConfig(
         learner=resolved.learner,
         candidate_batch=job.learning_rate.candidate_batch,
-        plan=session.plan,
+        plan=plan,
         min_workers=job.workers.min_workers,
         threads=job.workers.threads,
         max_restarts=job.max_restarts,
         timeouts=job.timeouts,
-        run_id=session.paths.run_id,
+        run_id=workspace.paths.run_id,
         mailbox=mailbox,
-        ray_storage_path=session.paths.ray_storage,
+        ray_storage_path=workspace.paths.ray_storage,
         workers=SynchronousWorkers() if server is None else AsynchronousWorkers(server),
     )
 

@@ -15,14 +15,15 @@ from raytrain_opt.errors import DivergedError, PoolError
 from raytrain_opt.execution.callbacks import Callbacks
 from raytrain_opt.execution.checkpoint_writer import CheckpointWriter
 from raytrain_opt.execution.length import TrainingLength, measure_pace
-from raytrain_opt.execution.preflight import ResolvedJob
 from raytrain_opt.execution.progress import EpochMetrics, PartialEpoch, RunProgress, epoch_record
-from raytrain_opt.execution.session import Workspace
+from raytrain_opt.execution.resolve import Resolved
+from raytrain_opt.execution.resume import job_fields
 from raytrain_opt.execution.worker_events import WorkerEvents
+from raytrain_opt.execution.workspace import Workspace
 from raytrain_opt.pools.commands import MainTrain, Pretrain, Progress, StateRef
 from raytrain_opt.pools.protocol import (
-    Backend,
     Pool,
+    Pools,
     TrainingOutcome,
     fetch_candidate_state,
     fetch_initial_state,
@@ -32,7 +33,6 @@ from raytrain_opt.recording.predictions import PredictionsRecord
 from raytrain_opt.recording.recorder import Recorder
 from raytrain_opt.recording.records import RoundRecord
 from raytrain_opt.results import EvalTotals, Split
-from raytrain_opt.search.factory import max_candidates
 from raytrain_opt.search.policy import (
     CandidateResult,
     Decision,
@@ -53,8 +53,8 @@ class TrainingRun:
 
     def __init__(
         self,
-        resolved: ResolvedJob,
-        backend: Backend,
+        resolved: Resolved,
+        backend: Pools,
         workspace: Workspace,
         recorder: Recorder,
         checkpoints: CheckpointWriter,
@@ -62,20 +62,22 @@ class TrainingRun:
         callbacks: Callbacks,
     ) -> None:
         self.job, self.policy, self.steps = resolved.job, resolved.policy, resolved.steps
-        self.info = resolved.info
+        self.info, self.optimizers = resolved.info, resolved.learner.optimizers
         self.backend, self.paths, self.stop = backend, workspace.paths, workspace.stop
         self.terminal, self.startup = workspace.terminal, workspace.startup
         self.recorder, self.checkpoints = recorder, checkpoints
         self.event_log, self.callbacks = event_log, callbacks
-        self.progress = RunProgress(data=DataFingerprint.of(resolved.info))
-        self.length = TrainingLength(self.job, self.steps, self.event_log)
+        data, fields = DataFingerprint.of(resolved.info), job_fields(self.job)
+        self.progress = RunProgress(data=data, job=fields)
+        self.length = TrainingLength(resolved, self.event_log)
         self._epoch = EpochMetrics(monotonic_s())
         self._lrs: list[float] = []  # of the finished epochs, which schedule.jsonl holds
         self._announced = self.checkpoints.latest
         self._workers_ready = False
         self._initial: TrainingState | None = None  # while the training may start again
         self._in_round = False  # candidates are trained
-        self._worker_events = WorkerEvents(self.job, self.event_log, backend.workers)
+        self._searches = resolved.candidates > 0
+        self._worker_events = WorkerEvents(resolved.learner, self.event_log, backend.workers)
         for pool in backend.pools:
             pool.on_wait = self._on_wait
 
@@ -91,7 +93,7 @@ class TrainingRun:
     @property
     def lrs(self) -> tuple[float, ...]:
         """The rate of each step so far, including the current epoch."""
-        return (*self._lrs, *self._epoch.lrs)
+        return (*self._lrs, *self._epoch.steps.lrs)
 
     # The moves, in the order in which the algorithm makes them: see `driver.Run`.
 
@@ -155,7 +157,7 @@ class TrainingRun:
         # Search cost: samples trained beyond those that remain in the weights. The winner's kept
         # steps remain.
         self.progress = self.progress.add_samples(search=-winner.samples, kept=winner.samples)
-        self._epoch.lrs = list(winner.candidate.lrs(action))
+        self._epoch.steps = winner.candidate.steps(action)
         self._epoch.round_record = self._round_record(action, decision, kept.sha256)
         return kept
 
@@ -170,7 +172,7 @@ class TrainingRun:
         self._wait_for_workers()
         self._in_round = False
         self._show_phase(action.epoch, "main train")
-        if action.epoch == 1 and not self.history.decisions and max_candidates(self.job):
+        if action.epoch == 1 and not self.history.decisions and self._searches:
             self.terminal.note(f"epoch 1: {action.reason}")
         if self._epoch.train is None:
             self.backend.workers.grow()
@@ -197,28 +199,18 @@ class TrainingRun:
 
     def _train_steps_left(self, state: StateRef, action: TrainEpoch) -> StateRef:
         """Train the steps that neither an interrupted run nor the workers before a death did."""
-        # The last epoch of a time may be shorter: it trains on the last batches of its order.
-        steps = self.steps(action.epoch)
         while True:
             done = self._epoch.train.steps if self._epoch.train else 0
-            command = MainTrain(
-                state,
-                action.epoch,
-                steps - len(action.lrs) + done,
-                action.lrs[done:],
-                action.weight_decay_factor,
-                action.optimizer,
-                action.held_out,
-            )
+            command = MainTrain(state, action.epoch, action.steps.after(done))
             with self._epoch.stopwatch.measure("main_train_s"):
                 outcome = self.backend.main_training.train(
                     command, check=self._epoch.round_record is not None
                 )
             self._add_main_training(command, outcome)
             state = outcome.state
-            if outcome.totals.steps == len(command.lrs) or self.stop.error is not None:
+            if outcome.totals.steps == len(command.steps.lrs) or self.stop.error is not None:
                 return state
-            self._worker_events.continued(command, outcome.totals.steps, steps)
+            self._worker_events.continued(command, outcome.totals.steps)
 
     def _losses(self, state: StateRef, action: TrainEpoch) -> EpochLosses:
         """Score the validation split where the policy asks for it or a plateau follows it."""
@@ -259,7 +251,7 @@ class TrainingRun:
 
     def _save_step(self, state: StateRef) -> None:
         """Begin to save the state between two steps of an epoch, where a signal ends the run."""
-        if self._epoch.lrs:
+        if self._epoch.steps.lrs:
             self.progress = replace(self.progress, partial_epoch=self._epoch.partial())
             self._save(state)
 
@@ -279,7 +271,7 @@ class TrainingRun:
         # A signal that arrives in here, perhaps in a callback, must not lose the epoch.
         with self.stop.deferred(self.job.timeouts.stop_s):
             epoch = self.progress.next_epoch
-            optimizer = self.job.optimizers[self._epoch.optimizer]
+            optimizer = self.optimizers[self._epoch.steps.optimizer]
             name, workers = str(optimizer.name), self._worker_events.at_work
             record = epoch_record(epoch, self.length.epochs, self._epoch, workers, name, self.lrs)
             self.progress = replace(
@@ -289,8 +281,8 @@ class TrainingRun:
                 self._initial = None
             self.recorder.epoch(record, len(self.lrs))
             self.event_log.write(epoch, [pool.drain_log() for pool in self.backend.pools])
-            self.recorder.schedule(self._epoch.schedule(epoch, optimizer, self.steps(epoch)))
-            self._lrs += self._epoch.lrs
+            self.recorder.schedule(self._epoch.schedule(epoch, optimizer))
+            self._lrs += self._epoch.steps.lrs
             # The next epoch starts where this record's time ends, so that no time is lost.
             self._epoch = EpochMetrics(self._epoch.started_s + record.duration_s)
             ends = self.length.after_epoch(record)
@@ -356,7 +348,7 @@ class TrainingRun:
 
     def _resume_from(self, checkpoint: Checkpoint) -> StateRef:
         state, progress = read_checkpoint(self.paths.checkpoints / checkpoint.folder)
-        self.progress = RunProgress.from_json(progress)
+        self.progress = replace(RunProgress.from_json(progress), job=job_fields(self.job))
         self._epoch = EpochMetrics.resumed(self.progress.partial_epoch)
         epoch = self.progress.next_epoch
         damaged = self.recorder.truncate_after(self.progress.recorded_rounds, epoch - 1)
@@ -365,7 +357,7 @@ class TrainingRun:
         lost = f"; {damaged} damaged lines of its timeline or events were removed"
         text = f"resumed after {checkpoint.reached}{lost if damaged else ''}"
         self.event_log.resume_clock(epoch, text, self.progress.partial_epoch.duration_s)
-        self.length.log_change(self.policy, self.history, self.lrs, len(self._epoch.lrs))
+        self.length.log_change(self.policy, self.history, self.lrs, len(self._epoch.steps.lrs))
         return self.backend.states.put(checkpoint.folder, state)
 
     def _lost_results(
@@ -385,7 +377,7 @@ class TrainingRun:
             self.startup.mark("first_step_s")
         if progress is not None and pool == self.backend.workers.name and not self._in_round:
             epoch = self.progress.next_epoch
-            kept = len(self._epoch.lrs) / self.steps(epoch)
+            kept = len(self._epoch.steps.lrs) / self.steps(epoch)
             done = kept + (1 - kept) * max(progress.done, 0) / max(progress.total, 1)
             self.terminal.advance(self.length.fraction(epoch - 1 + done))
         return self.stop.error is not None
@@ -398,7 +390,7 @@ class TrainingRun:
     def _round_record(
         self, action: TryCandidates, decision: Decision, winner_sha256: str | None
     ) -> RoundRecord:
-        names = [str(optimizer.name) for optimizer in self.job.optimizers]
+        names = [str(optimizer.name) for optimizer in self.optimizers]
         return RoundRecord.from_decision(
             action, self._epoch.results, decision, winner_sha256, names, self.backend.search
         )
@@ -411,7 +403,7 @@ class TrainingRun:
     def _raise_if_diverged(self, epoch: int, split: str, loss: float, failure: str) -> None:
         if is_finite(loss):
             return
-        lrs, latest = self._epoch.lrs, self.checkpoints.latest
+        lrs, latest = self._epoch.steps.lrs, self.checkpoints.latest
         advice = "Lower learning_rate.initial or add a warm-up (learning_rate.warmup)."
         if self.job.learning_rate.policy == "stpt_horizon":
             advice = "Give a lower rate: learning_rate.policy: schedule, with initial and warmup."

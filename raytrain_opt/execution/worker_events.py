@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raytrain_opt.config.schema import Job
 from raytrain_opt.pools.commands import MainTrain
 from raytrain_opt.pools.protocol import Pool
 from raytrain_opt.recording.event_log import EventLog
@@ -15,9 +14,8 @@ from raytrain_opt.train.learner_config import LearnerConfig
 class WorkerEvents:
     """Logs changes; `at_work` is the number of workers in the latest epoch."""
 
-    def __init__(self, job: Job, event_log: EventLog, workers: Pool) -> None:
-        self._event_log, self._size = event_log, workers.size
-        self._config = LearnerConfig.from_job(job)
+    def __init__(self, config: LearnerConfig, event_log: EventLog, workers: Pool) -> None:
+        self._config, self._event_log, self._size = config, event_log, workers.size
         self._imbalance_reported = False
         self.at_work = workers.size
 
@@ -36,13 +34,13 @@ class WorkerEvents:
             self._event_log.log("imbalance", epoch, f"epoch {epoch}: {text}")
             self._imbalance_reported = True
 
-    def continued(self, command: MainTrain, done: int, steps: int) -> None:
-        """Log that the epoch of `steps` steps goes on after `done` steps of this command."""
+    def continued(self, command: MainTrain, done: int) -> None:
+        """Log that the epoch goes on after `done` steps of this command."""
         self._event_log.log(
             "continued",
             command.epoch,
             f"epoch {command.epoch}: a worker died or was cut off; training continues after step "
-            f"{command.first_step + done} of {steps}, which another worker still had",
+            f"{command.steps.first + done} of {command.steps.end}, which another worker still had",
         )
 
     def lost(self, action: TryCandidates, candidates: Sequence[Candidate], pool: Pool) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from raytrain_opt.config.updates import RampStep
 from raytrain_opt.errors import JobError, Problem
+from raytrain_opt.results import Steps
 
 
 def ramp_factor(ramp: Sequence[RampStep], epoch: int) -> int:
@@ -67,6 +68,10 @@ class EpochSteps:
     def __call__(self, epoch: int) -> int:
         """Return the number of updates in `epoch` (from 1)."""
         return [self.first, *(steps for start, steps in self.later if start <= epoch)][-1]
+
+    def last(self, epoch: int, lrs: tuple[float, ...]) -> Steps:
+        """Return the last steps of `epoch`, one at each of these rates."""
+        return Steps(self(epoch) - len(lrs), lrs)
 
     def span(self, epoch: int, epochs: int, start: int = 0) -> EpochSpan:
         """Return the part that `epoch` covers of a training from epoch `start` + 1 to `epochs`."""

@@ -17,10 +17,10 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+ScalingRule = Literal["linear", "sqrt", "none"]
 
-def scale_lr(
-    rule: Literal["linear", "sqrt", "none"], lr: float, from_batch_size: int, to_batch_size: int
-) -> float:
+
+def scale_lr(rule: ScalingRule, lr: float, from_batch_size: int, to_batch_size: int) -> float:
     """Scale `lr` from one batch size to another. Raises ValueError for a size below 1."""
     if min(from_batch_size, to_batch_size) < 1:
         sizes = f"{to_batch_size} and {from_batch_size}"

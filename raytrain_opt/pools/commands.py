@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from raytrain_opt.config.batch_size import BatchSizeSection
 from raytrain_opt.errors import RaytrainOptError, ResidentError
-from raytrain_opt.results import Split, TrainTotals
+from raytrain_opt.results import Split, Steps, TrainTotals
 from raytrain_opt.search.policy import Candidate, CandidateResult, TryCandidates
 
 WORKER_POOL, SLOT_POOL = "worker", "slot"
@@ -23,7 +24,7 @@ class StateRef:
     """A reference to a training state, which the driver can store again (see `state_store`)."""
 
     id: str
-    ref: Any  # ObjectRef on Ray, or a function that fetches it; the state itself in one process
+    ref: Any  # ObjectRef on Ray; the state itself in one process
     sha256: str | None = None
     node_id: str = ""  # Ray's identity of its owner's node
 
@@ -67,17 +68,26 @@ class SendCandidateState:
 
 
 @dataclass(frozen=True)
+class ProbeBatchSize:
+    """Ask a slot to measure training at a batch size, and to undo it.
+
+    `check`: the last measurement of a choice, longer and with an evaluation.
+    """
+
+    name: ClassVar[str] = "probe"
+    section: BatchSizeSection
+    batch_size: int
+    check: bool
+
+
+@dataclass(frozen=True)
 class MainTrain:
-    """Ask all workers to train len(lrs) steps of `epoch` from `state` together."""
+    """Ask all workers to train these steps of `epoch` from `state` together."""
 
     name: ClassVar[str] = "main_train"
     state: StateRef
     epoch: int
-    first_step: int
-    lrs: tuple[float, ...]
-    weight_decay_factor: float = 1.0  # of the job's weight decay
-    optimizer: int = 0  # position among those of the job
-    held_out: int = 0  # samples of the validation split that others replace
+    steps: Steps
     split: int = 1  # async: micro-batches of a worker's share of a step
 
 
@@ -104,12 +114,21 @@ class Close:
 
 @dataclass(frozen=True)
 class Regroup:
-    """Ask all workers to leave and to join again as room allows. Who joins later replies None."""
+    """Ask all residents to leave, so that new processes join. Who joins later replies None."""
 
     name: ClassVar[str] = "regroup"
 
 
-Command = SendInitialState | Pretrain | SendCandidateState | MainTrain | Evaluate | Regroup | Close
+Command = (
+    SendInitialState
+    | Pretrain
+    | SendCandidateState
+    | ProbeBatchSize
+    | MainTrain
+    | Evaluate
+    | Regroup
+    | Close
+)
 
 
 @dataclass(frozen=True)
@@ -150,7 +169,6 @@ class Resident:
     node_id: str
     pid: int
     log: str
-    absent: tuple[int, ...] | None = None  # ranks that a worker's process group does without
 
     @property
     def name(self) -> str:
@@ -228,7 +246,6 @@ class Report:
     sender: Sender
     number: int
     progress: Progress | None
-    can_stop_before: int | None = None  # the step at which one that shall stop early waits
 
 
 @dataclass(frozen=True)
@@ -236,8 +253,7 @@ class Instruction:
     """What a resident at work learns when it reports."""
 
     closed: bool = False  # leave
-    stopping: int = 0  # number of the command that ends early, before the same step for all
-    stop_before: int | None = None  # that step, once all have reported where they can
+    stopping: int = 0  # number of the command that ends before its last step
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,8 @@ from raytrain_opt.pools.commands import (
     StateRef,
     to_failure,
 )
-from raytrain_opt.pools.protocol import Backend, OnWait, SynchronousTraining
-from raytrain_opt.pools.slot import Slot
-from raytrain_opt.pools.worker import Worker
+from raytrain_opt.pools.protocol import OnWait, Pools, SynchronousTraining
+from raytrain_opt.pools.worker import Slot, Worker
 from raytrain_opt.random_state import preserve_random_state
 from raytrain_opt.recording.spans import Event, Span
 from raytrain_opt.threads import available_cores
@@ -67,7 +66,7 @@ class InProcessPool:
     ) -> None:
         self.name, self.has_trained = name, False
         self.on_wait: OnWait | None = None
-        self._resident, self._before = resident, before
+        self.resident, self._before = resident, before
         self._spans: list[Span] = []
         self._next_report_s = 0.0
 
@@ -87,7 +86,7 @@ class InProcessPool:
         self._before()
         began_s = monotonic_s()
         try:
-            reply = self._resident.handle(command, self._on_step)
+            reply = self.resident.handle(command, self._on_step)
         except RaytrainOptError:
             raise
         except Exception as error:
@@ -121,9 +120,9 @@ class InProcessPool:
         return 0
 
 
-def in_process_backend(
+def in_process_pools(
     learner: Learner, *, with_slots: bool, candidate_batch: CandidateBatch | None
-) -> Backend:
+) -> Pools:
     """Build both pools on one learner; without slots, the worker trains the candidates."""
     states = InProcessStates()
     worker = Worker(learner, 0, 1, 0.0, states)
@@ -133,7 +132,7 @@ def in_process_backend(
         # A command to the slot changes the learner's state behind the worker's back.
         slot = Slot(learner, 0, states, candidate_batch)
         slots = InProcessPool(SLOT_POOL, slot, worker.forget_state)
-    return Backend(
+    return Pools(
         workers,
         slots,
         states,

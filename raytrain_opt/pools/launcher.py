@@ -9,15 +9,11 @@ from __future__ import annotations
 import os
 import threading
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
-import ray
-
-from raytrain_opt.pools.relay import FAN_OUT, Relay, Upstream, relay_levels
 from raytrain_opt.threads import WAIT_POLICY
 
 if TYPE_CHECKING:
-    from raytrain_opt.pools.resident_config import ResidentConfig
+    from raytrain_opt.pools.programs import ResidentConfig
 
 # Of the launcher and of every process it starts. What the user set in the driver's stays.
 _ENVIRONMENT = {
@@ -69,44 +65,19 @@ class PoolLauncher:
         """Import what the pools need, all now if `import_all`."""
         # Modules that import each other in circles must not be imported by two threads.
         self._importing = threading.Lock()
-        self._relays: list[Any] = []
         if import_all:
-            import ray.train.torch  # noqa: F401
-
-            import raytrain_opt.pools.launch_slots
-            import raytrain_opt.pools.launch_workers  # noqa: F401
-
-    def start_relays(
-        self, mailbox: Any, residents: int, fan_out: int = FAN_OUT
-    ) -> tuple[Upstream, ...]:
-        """Start the relays of pools of this size (`pools.relay`); return the level to call."""
-        relay = ray.remote(Relay).options(
-            num_cpus=0,
-            max_restarts=-1,
-            max_task_retries=-1,
-            enable_task_events=False,
-            scheduling_strategy="SPREAD",
-        )
-        level: tuple[Upstream, ...] = (Upstream(mailbox),)
-        for count in relay_levels(residents, fan_out):
-            above, names = level, [f"raytrain_opt-{uuid4().hex}" for _ in range(count)]
-            level = tuple(
-                Upstream(relay.remote(above[i % len(above)].actor, name), name)
-                for i, name in enumerate(names)
-            )
-            self._relays += level  # Ray ends an actor that only a restarted one refers to
-        return level
+            import raytrain_opt.pools.launch_pools  # noqa: F401
 
     def run_slots(self, config: ResidentConfig) -> None:
-        """Run the slots; see `pools.launch_slots`."""
+        """Run the slots; see `pools.launch_pools`."""
         with self._importing:
-            from raytrain_opt.pools.launch_slots import run_slots
+            from raytrain_opt.pools.launch_pools import run_slots
         run_slots(config)
 
     def run_workers(self, config: ResidentConfig) -> None:
-        """Run the workers; see `pools.launch_workers`."""
+        """Run the workers; see `pools.launch_pools`."""
         with self._importing:
-            from raytrain_opt.pools.launch_workers import run_workers
+            from raytrain_opt.pools.launch_pools import run_workers
 
             trainer = config.workers.trainer(config)
         run_workers(config, trainer)

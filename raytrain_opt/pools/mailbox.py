@@ -1,68 +1,259 @@
 """The mailbox: the actor through which the driver and the residents of both pools talk.
 
 The driver posts a command to a pool and collects one reply per resident. A resident makes one call
-per command: it brings the reply to the last command and returns with the next one. A restarted
+per command: it brings the reply to the last command and returns with the next one. For workers
+that form a process group, the first rank does so for all of them (`resident`). A restarted
 resident joins again, gets the current command and repeats it from the same state, or waits for the
-next one when the driver has the replies. Residents of a large pool call a relay (`relay`), which
-has this part of the mailbox's interface (`Exchange`). Nothing here uses Ray, so the tests need
-none. Callers use `mailbox_client`.
+next one when the driver has the replies. Nothing here uses Ray, so the tests need none. Callers
+use `resident.ResidentMailbox`, or Ray.
 
 Ray repeats a call whose connection was cut, and the first attempt may have been executed too:
 every method has the same effect twice as once. Messages carry their sender; those of a process
 that was replaced or given up are dropped.
 
-What it knows of each pool is in `mailbox_state`.
+`PoolState` is what it knows of a pool; a message costs the same in a pool of any size.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import asyncio
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from raytrain_opt.clock import monotonic_s
 from raytrain_opt.pools.commands import (
+    Close,
     Command,
+    CommandTime,
     Instruction,
     Overdue,
     PoolStatus,
+    Progress,
     Regroup,
     Reply,
     Report,
     Resident,
     Sender,
 )
-from raytrain_opt.pools.mailbox_state import CommandBoard, PoolState
 from raytrain_opt.recording.spans import Event, Span
 
+# Residents of a pool of which every command is recorded. Of the others, only the one that took
+# longest: the records of a run must not grow with its workers.
+RECORDED_RESIDENTS = 16
 
-class Exchange(ABC):
-    """What residents call, of the mailbox or of a relay."""
 
-    @abstractmethod
-    async def receive(self, messages: Sequence[Reply | Report]) -> dict[str, Instruction]:
-        """Take messages of residents; return what their pools have to do."""
+class Signal:
+    """Wakes the coroutines that wait for one kind of change."""
 
-    @abstractmethod
-    def _board(self, pool: str) -> CommandBoard:
-        """Return the board with the pool's current command."""
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
 
-    async def next_command(self, pool: str, after: int) -> tuple[int, Command]:
+    def notify(self) -> None:
+        """Let all who wait look again."""
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Return as soon as the condition holds; it is looked at after each notification."""
+        while not condition():
+            await self._event.wait()
+
+
+@dataclass
+class Membership:
+    """The residents of one pool: which have joined, and which are lost."""
+
+    residents: dict[int, Resident] = field(default_factory=dict)
+    lost: set[int] = field(default_factory=set)
+    restarts: int = 0
+    changed: Signal = field(default_factory=Signal)
+
+    def includes(self, sender: Sender) -> bool:
+        """Whether this very process is a member, not one that it replaced, or that is lost."""
+        resident = self.residents.get(sender[1])
+        return resident is not None and resident.sender == sender and sender[1] not in self.lost
+
+    def join(self, resident: Resident) -> bool:
+        """Add a resident. Returns whether it is a restarted one."""
+        restarted = resident.index in self.residents
+        self.restarts += restarted
+        self.residents[resident.index] = resident
+        self.lost.discard(resident.index)
+        return restarted
+
+    def is_complete(self, count: int) -> bool:
+        """Whether `count` residents have joined, or are lost."""
+        return len(self.residents) + len(self.lost - self.residents.keys()) >= count
+
+    def present(self) -> list[Resident]:
+        """Return the residents that are not lost, by index."""
+        return [r for index, r in sorted(self.residents.items()) if index not in self.lost]
+
+
+@dataclass
+class CommandBoard:
+    """The current command of one pool, numbered from 1, and its replies by resident."""
+
+    number: int = 0
+    command: Command | None = None
+    collected: bool = False  # the driver has the replies, so nobody repeats the command
+    replies: dict[int, Any] = field(default_factory=dict)
+    failed: set[int] = field(default_factory=set)  # who could not execute it
+    stopping: bool = False  # before its last step
+    handing_over: set[Sender] = field(default_factory=set)  # after the death of another
+    posted: Signal = field(default_factory=Signal)
+    replied: Signal = field(default_factory=Signal)
+
+    def post(self, number: int, command: Command) -> bool:
+        """Make this the current command. Returns False if it was posted before."""
+        if number <= self.number:
+            return False
+        self.number, self.command, self.replies, self.failed = number, command, {}, set()
+        self.collected, self.stopping = False, False
+        self.handing_over.clear()
+        self.posted.notify()
+        self.replied.notify()
+        return True
+
+    def remove_reply(self, index: int) -> None:
+        """Expect another reply of this resident."""
+        self.replies.pop(index, None)
+        self.failed.discard(index)
+
+    def instruction(self) -> Instruction:
+        """Return what those at work have to do."""
+        closed = isinstance(self.command, Close)
+        return Instruction(closed, self.number if self.stopping else 0)
+
+    async def next_command(self, after: int) -> tuple[int, Command]:
         """Return the current command as soon as its number is above `after`."""
-        return await self._board(pool).next_command(after)
+        await self.posted.wait_for(lambda: self.number > after)
+        assert self.command is not None
+        return self.number, self.command
 
-    async def exchange(self, pool: str, after: int, reply: Reply | None) -> tuple[int, Command]:
-        """Take a reply, return the next command: the one call of a resident for each command."""
-        if reply is not None:
-            await self.receive([reply])
-        return await self.next_command(pool, after)
+    def is_answered(self, number: int, expected: Sequence[int], lost: set[int]) -> bool:
+        """Whether waiting for replies is over: all are here, one failed, or a new command came."""
+        if self.failed or self.number != number:
+            return True
+        # The first condition spares a look at each of them after every reply.
+        return len(self.replies) + len(lost) >= len(expected) and all(
+            index in self.replies or index in lost for index in expected
+        )
 
-    async def report(self, report: Report) -> Instruction:
-        """Take a progress report; return what the resident has to do."""
-        return (await self.receive([report]))[report.sender[0]]
+
+@dataclass
+class ActivityLog:
+    """What a pool's residents report: progress, spans, events; on the clock of this process."""
+
+    progress: dict[int, Progress] = field(default_factory=dict)
+    heard_s: dict[int, float] = field(default_factory=dict)
+    posted_s: float = field(default_factory=monotonic_s)
+    last_heard_s: float = field(default_factory=monotonic_s)
+    has_trained: bool = False
+    records: list[Span | Event] = field(default_factory=list)
+    longest: Span | None = None  # of the current command, by those not all of whose are recorded
+    forgotten: int = 0  # records that the driver has received
+
+    def begin_command(self) -> None:
+        """Forget the progress of the command before."""
+        self.end_command()
+        self.progress, self.heard_s = {}, {}
+        self.posted_s = self.last_heard_s = monotonic_s()
+
+    def hear(self, index: int) -> None:
+        """Record a sign of life."""
+        self.last_heard_s = self.heard_s[index] = monotonic_s()
+
+    def report(self, index: int, progress: Progress) -> None:
+        """Record progress.
+
+        A report without any step since the last one is no sign of life: a hung process may send
+        the same number again and again. One with fewer steps was overtaken by a later one: Ray
+        does not keep the order of calls to this actor.
+        """
+        known = self.progress.get(index)
+        if known is None or progress.done > known.done:
+            self.hear(index)
+            self.progress[index] = progress
+        self.has_trained = self.has_trained or progress.done > 0
+
+    def slowest(self) -> Progress | None:
+        """Return the progress of the resident that is furthest behind."""
+        reports = self.progress.values()
+        return min(reports, key=lambda p: p.done / max(p.total, 1), default=None)
+
+    def overdue(self, indices: Iterable[int]) -> list[Overdue]:
+        """Describe the silence of these residents; the one furthest behind comes first."""
+        now_s = monotonic_s()
+        residents = (
+            Overdue(i, self.progress.get(i), now_s - self.heard_s.get(i, self.posted_s))
+            for i in indices
+        )
+        return sorted(residents, key=lambda o: (o.progress.done if o.progress else -1, o.index))
+
+    def record_command(self, sender: Sender, command: str, time: CommandTime) -> None:
+        """Record a command that a resident has just finished."""
+        pool, index, *_ = sender
+        recorded = index < RECORDED_RESIDENTS
+        if not recorded and self.longest and time.duration_s <= self.longest.duration_s:
+            return
+        span = Span(
+            process=f"{pool} {index}",
+            command=command,
+            start_s=monotonic_s() - time.duration_s,
+            **asdict(time),
+        )
+        if recorded:
+            self.records.append(span)
+        else:
+            self.longest = span
+
+    def end_command(self) -> None:
+        """Record who took longest, of those not all of whose commands are recorded."""
+        if self.longest is not None:
+            self.records.append(self.longest)
+            self.longest = None
+
+    def record_restart(self, resident: Resident, command: str) -> None:
+        """Record a restart. It cost the time since the resident's last sign of life."""
+        now_s = monotonic_s()
+        silent_s = now_s - self.heard_s.get(resident.index, self.posted_s)
+        self.progress.pop(resident.index, None)  # it begins the command anew
+        text = f"{resident.name} was restarted during {command}"
+        self.records.append(
+            Event(
+                kind="restarted", text=text, time_s=now_s, process=resident.name, silent_s=silent_s
+            )
+        )
+
+    def silence_s(self) -> float:
+        """Return the seconds since the current command, or since the last sign of life."""
+        return monotonic_s() - self.last_heard_s
+
+    def drain(self, received: int) -> tuple[float, list[Span | Event]]:
+        """Return the time now, and the records after the first `received`, which are forgotten."""
+        del self.records[: received - self.forgotten]
+        self.forgotten = received
+        return monotonic_s(), list(self.records)
 
 
-class Mailbox(Exchange):
+@dataclass
+class PoolState:
+    """Everything about one pool."""
+
+    membership: Membership = field(default_factory=Membership)
+    board: CommandBoard = field(default_factory=CommandBoard)
+    log: ActivityLog = field(default_factory=ActivityLog)
+
+    @property
+    def command_name(self) -> str:
+        """Name of the current command."""
+        return "start-up" if self.board.command is None else self.board.command.name
+
+
+class Mailbox:
     """Commands out, replies in. All methods are asynchronous, and none blocks another.
 
     `shared_data`: a list of the reference to the in-memory data set. Ray would fetch a bare one.
@@ -75,58 +266,65 @@ class Mailbox(Exchange):
     def _board(self, pool: str) -> CommandBoard:
         return self._pools[pool].board
 
-    # Called by residents, or by relays for them.
+    # Called by residents.
 
-    async def join(self, resident: Resident) -> tuple[int, bool]:
-        """Register a resident that is ready for commands, for the first time or again.
+    async def join(
+        self, residents: Sequence[Resident], absent: Sequence[int] = ()
+    ) -> tuple[int, bool]:
+        """Register residents that are ready for commands, for the first time or again.
 
-        Returns the number of the current command, and whether it is over.
+        `absent`: ranks that their process group does without. Returns the number of the current
+        command, and whether it is over.
         """
-        state = self._pools[resident.pool]
-        board = state.board
-        if state.membership.includes(resident.sender):
+        state = self._pools[residents[0].pool]
+        membership, board = state.membership, state.board
+        new = [r for r in residents if not membership.includes(r.sender)]
+        if not new:
             return board.number, board.collected
-        if state.membership.join(resident):
-            state.log.record_restart(resident, state.command_name)
-        state.log.hear(resident.index)
+        for resident in new:
+            if membership.join(resident):
+                state.log.record_restart(resident, state.command_name)
+            state.log.hear(resident.index)
+        membership.lost |= set(absent)
         # They may have answered before they died, with a state that died with them.
         if not board.collected:
-            for index in (resident.index, *(resident.absent or ())):
+            for index in (*(resident.index for resident in new), *absent):
                 board.remove_reply(index)
-        state.membership.changed.notify()
+        membership.changed.notify()
         board.replied.notify()  # `absent` may have been all that was waited for
         return board.number, board.collected
 
-    async def receive(self, messages: Sequence[Reply | Report]) -> dict[str, Instruction]:
-        """Take messages of residents; late ones about an earlier command are dropped."""
-        pools = {message.sender[0] for message in messages}
+    async def exchange(
+        self, pool: str, after: int, replies: Sequence[Reply]
+    ) -> tuple[int, Command]:
+        """Take replies, return the next command: the one call of a resident for each command."""
+        if replies:
+            await self.receive(replies)
+        return await self._board(pool).next_command(after)
+
+    async def receive(self, messages: Sequence[Reply | Report]) -> Instruction:
+        """Take messages of a pool's residents; drop late ones about an earlier command.
+
+        Returns what the residents have to do.
+        """
+        state = self._pools[messages[0].sender[0]]
         for message in messages:
-            pool, index, *_ = message.sender
-            state = self._pools[pool]
             is_late = message.number != state.board.number
             if is_late or not state.membership.includes(message.sender):
                 continue
             if isinstance(message, Reply):
-                self._take_reply(state, index, message)
-                continue
-            if message.progress is not None:
-                state.log.report(index, message.progress)
-            if message.can_stop_before is not None:
-                state.board.stops[index] = message.can_stop_before
-        for pool in pools:
-            self._pools[pool].board.replied.notify()
-        return {pool: self._instruction(pool) for pool in pools}
-
-    def _instruction(self, pool: str) -> Instruction:
-        state = self._pools[pool]
-        return state.board.instruction(state.membership)
+                self._take_reply(state, message)
+            elif message.progress is not None:
+                state.log.report(message.sender[1], message.progress)
+        state.board.replied.notify()
+        return state.board.instruction()
 
     async def is_closed(self, pool: str) -> bool:
         """Return whether the residents of the pool are asked to leave."""
-        return self._instruction(pool).closed
+        return self._board(pool).instruction().closed
 
-    def _take_reply(self, state: PoolState, index: int, reply: Reply) -> None:
-        board = state.board
+    def _take_reply(self, state: PoolState, reply: Reply) -> None:
+        board, index = state.board, reply.sender[1]
         if index in board.replies:
             return
         state.log.hear(index)
@@ -194,9 +392,10 @@ class Mailbox(Exchange):
             state.log.begin_command()
             if isinstance(command, Regroup):  # who joins now was not restarted by a death
                 state.membership.residents.clear()
+                state.membership.lost.clear()
 
     async def stop_early(self, pool: str, number: int) -> None:
-        """Let all residents end this command, a main training, before the same step."""
+        """Let the residents end this command, a main training, before its last step."""
         board = self._pools[pool].board
         board.stopping = board.number == number
 

@@ -1,17 +1,123 @@
-"""Ray Train's process group of torch, whose key-value store listens on one address only."""
+"""The process group of the workers: Ray Train connects it, commands travel in it.
+
+Its key-value store listens on one address only.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import pickle
 import socket
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal, TypeVar, cast
 
+import numpy as np
+import torch
+import torch.distributed as dist
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig
+from torch import Tensor
+
+from raytrain_opt.cluster.ray_private import dump_command
 
 _TorchBackend: Any = TorchConfig().backend_cls
 _rendezvous: Any = import_module("torch.distributed.rendezvous")
 _TCPStore = _rendezvous.TCPStore
+
+# Ranks wait for the next command as long as the search by slots takes, or the driver lives.
+_NO_LIMIT = timedelta(days=1000)
+
+# Bytes of a message that go in one collective: enough for nearly all commands and replies. Several
+# collectives each wait for all ranks, which takes as long as the command on a busy machine.
+_HEAD = 4096
+
+T = TypeVar("T")
+
+
+def backend_of(*, use_gpu: bool) -> Literal["nccl", "gloo"]:
+    """Return the backend of torch that exchanges gradients."""
+    return "nccl" if use_gpu else "gloo"
+
+
+class CommandGroup:
+    """A gloo group of all ranks for commands and replies; implements `resident.Group`.
+
+    Gradients have another group, on GPUs with NCCL. `dump` pickles a value; references in it stay
+    valid while the sender keeps the value.
+    """
+
+    def __init__(self, dump: Callable[[object], bytes] = dump_command) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._dump = dump
+        self._group: Any = dist.new_group(backend="gloo", timeout=_NO_LIMIT)
+        # A connection of its own: a client serves one call at a time.
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self._store = _TCPStore(address, port, is_master=False, wait_for_workers=False)
+        self._keys = [f"raytrain_opt/{rank}" for rank in range(self.size)]
+
+    def broadcast(self, value: T | None) -> T:
+        """Return the value of the first rank."""
+        if self.rank == 0:
+            head, rest = _split(self._dump(value))
+            dist.broadcast(head, 0, self._group)
+            if len(rest):
+                dist.broadcast(rest, 0, self._group)
+            return cast(T, value)
+        head = torch.empty(_HEAD, dtype=torch.uint8)
+        dist.broadcast(head, 0, self._group)
+        rest = torch.empty(_rest_of(head), dtype=torch.uint8)
+        if len(rest):
+            dist.broadcast(rest, 0, self._group)
+        return cast(T, _join(head, rest))
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, on the first rank; on the others nothing."""
+        if self.rank:
+            head, rest = _split(self._dump(value))
+            dist.gather(head, dst=0, group=self._group)
+            if len(rest):
+                dist.send(rest, 0, self._group)
+            return []
+        heads = [torch.zeros(_HEAD, dtype=torch.uint8) for _ in range(self.size)]
+        dist.gather(heads[0], heads, dst=0, group=self._group)
+        values = [value]  # the first rank's own is not copied
+        for rank, head in enumerate(heads[1:], 1):
+            rest = torch.empty(_rest_of(head), dtype=torch.uint8)
+            if len(rest):
+                dist.recv(rest, rank, self._group)
+            values.append(_join(head, rest))
+        return values
+
+    def all(self, flag: bool) -> bool:
+        """Return whether the flag is true on all ranks."""
+        value = torch.tensor(int(flag))
+        dist.all_reduce(value, dist.ReduceOp.MIN, self._group)
+        return bool(value)
+
+    def share(self, values: Sequence[int]) -> list[Sequence[int]]:
+        """Let the first rank know values; return the latest of all ranks there."""
+        self._store.set(self._keys[self.rank], json.dumps(values))
+        return [] if self.rank else [*map(json.loads, self._store.multi_get(self._keys))]
+
+
+def _split(content: bytes) -> tuple[Tensor, Tensor]:
+    """Return a message as its head, which begins with its length, and what has no room in it."""
+    message = np.frombuffer(len(content).to_bytes(8, "little") + content, np.uint8)
+    head = np.zeros(_HEAD, np.uint8)
+    head[: len(message)] = message[:_HEAD]
+    return torch.from_numpy(head), torch.from_numpy(message[_HEAD:].copy())
+
+
+def _rest_of(head: Tensor) -> int:
+    return max(0, 8 + int.from_bytes(head[:8].numpy().tobytes(), "little") - _HEAD)
+
+
+def _join(head: Tensor, rest: Tensor) -> Any:
+    content = torch.cat([head, rest]).numpy().tobytes()
+    return pickle.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
 
 
 def listen_on_one_address() -> None:

@@ -1,4 +1,4 @@
-"""A run's backend: pools, states and training, on Ray or in one process (`in_process`)."""
+"""What a run commands: pools, states and training, on Ray or in one process (`in_process`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from raytrain_opt.pools.commands import (
 )
 from raytrain_opt.recording.records import StalenessRecord
 from raytrain_opt.recording.spans import Event, Span
-from raytrain_opt.results import EvalTotals, Predictions, Split, TrainTotals
+from raytrain_opt.results import EvalTotals, Predictions, Probe, Split, TrainTotals
 from raytrain_opt.search.policy import CandidateResult, TryCandidates
 
 if TYPE_CHECKING:
@@ -79,6 +79,25 @@ class Pool(Protocol):
 
     def restarts(self) -> int:
         """Return how often a resident was restarted."""
+
+
+@dataclass(frozen=True)
+class MeasuredProbe:
+    """A probe and the process that measured it, or why there is none: the process died."""
+
+    probe: Probe | None
+    pid: int | None
+    why: str = ""
+
+
+class Prober(Protocol):
+    """A process that measures batch sizes."""
+
+    def measure(self, batch_size: int, *, check: bool) -> MeasuredProbe:
+        """Measure a batch size; `check`: for longer, and with an evaluation."""
+
+    def end(self) -> None:
+        """Let a new process measure the next size, with all memory free."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +190,7 @@ def fetch_candidate_state(
 
 
 @dataclass(frozen=True)
-class Backend:
+class Pools:
     """The processes and states of a run. Without `slots`, workers train candidates, if any."""
 
     workers: Pool
@@ -181,6 +200,7 @@ class Backend:
     use_gpu: bool
     node_resources: Callable[[], list[dict[str, float]]]
     search_reason: str = ""  # where it was chosen
+    observers: Sequence[object] = ()  # further callbacks of the run
 
     @property
     def search(self) -> tuple[Literal["slots", "workers"], str]:

@@ -12,9 +12,11 @@ from typing import Any, cast
 import ray
 
 from raytrain_opt.clock import monotonic_s
-from raytrain_opt.cluster.actor_tree import end_actor_tree
-from raytrain_opt.cluster.connection import gone_nodes, raise_if_ray_ended
+from raytrain_opt.cluster.actor_tree import end_actor_tree, wait_for_exit
+from raytrain_opt.cluster.connection import answer, gone_nodes, raise_if_ray_ended
 from raytrain_opt.cluster.ray_private import ended_processes, root_cause
+from raytrain_opt.config.batch_size import BatchSizeSection
+from raytrain_opt.config.processes import TimeoutsSection
 from raytrain_opt.errors import PoolError, RaytrainOptError
 from raytrain_opt.pools.commands import (
     WORKER_POOL,
@@ -23,13 +25,13 @@ from raytrain_opt.pools.commands import (
     Failure,
     Overdue,
     PoolStatus,
+    ProbeBatchSize,
     Regroup,
     Resident,
     StateLost,
     state_in,
 )
-from raytrain_opt.pools.mailbox_client import answer
-from raytrain_opt.pools.protocol import OnWait
+from raytrain_opt.pools.protocol import MeasuredProbe, OnWait
 from raytrain_opt.pools.state_store import RayStateStore
 from raytrain_opt.recording.spans import Event, Span
 
@@ -222,10 +224,50 @@ class RayPool:
         """Ask the residents to leave; does not wait."""
         self._post(Close())
 
+    def leave(self, limit_s: float) -> None:
+        """Let the residents leave; `start` then starts new ones in their place."""
+        answer(self._post(Regroup()))
+        self.wait_for_end(limit_s)
+        self._ended, self._ready = None, False
+
     def wait_for_end(self, limit_s: float) -> None:
         """Wait until the pool has ended, at most `limit_s`, and only if it was ever ready."""
         if self._ready and self._ended is not None:
             ray.wait([self._ended], timeout=limit_s)
+
+
+@dataclass
+class ProbingSlot:
+    """A slot that measures batch sizes, started when needed; implements `Prober`."""
+
+    pool: RayPool
+    section: BatchSizeSection
+    timeouts: TimeoutsSection
+    _process: Resident | None = None
+
+    def measure(self, batch_size: int, *, check: bool) -> MeasuredProbe:
+        """Measure a batch size. Raises what the training raised, PoolError without an answer."""
+        if self._process is None:
+            self.pool.start()
+            [self._process] = self.pool.wait_until_ready(self.timeouts.start_s)
+        replies = self.pool.command(ProbeBatchSize(self.section, batch_size, check))
+        if replies:
+            return MeasuredProbe(replies[0], self._process.pid)
+        try:
+            self.pool.wait_for_end(self.timeouts.stop_s)
+            self.pool.raise_if_ended()
+            why = "it did not answer"
+        except PoolError as error:
+            why = str(error)
+        self.end()
+        return MeasuredProbe(None, None, why)
+
+    def end(self) -> None:
+        """Let a new process measure the next size, when this one and its memory are gone."""
+        if self._process is not None:
+            self.pool.leave(self.timeouts.stop_s)
+            wait_for_exit(self._process.node_id, self._process.pid)
+            self._process = None
 
 
 def why_ended(pool: str, error: Exception | None) -> RaytrainOptError:

@@ -1,38 +1,54 @@
-"""The life of a resident process: join, execute commands, leave. Free of torch."""
+"""The life of a resident process: join, execute commands, leave. Free of torch.
+
+Workers that form a process group have one voice: the first rank takes a command from the mailbox
+and broadcasts it in the group, and gathers the replies of all ranks. The mailbox has one caller
+for each group, whatever its size. Since all ranks make each step together, the first rank also
+decides for all before which step a command ends early. Two things go other ways: the progress of
+the ranks, which a hung collective must not stop, and an exception that other ranks may not have.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar, cast
 
 import ray
+from ray import cloudpickle
 
 from raytrain_opt.clock import monotonic_s
+from raytrain_opt.cluster.connection import answer
 from raytrain_opt.errors import is_lost_connection
 from raytrain_opt.pools.commands import (
     Close,
     Command,
     CommandTime,
+    Evaluate,
+    Failure,
     Instruction,
     OnStep,
     Progress,
     Regroup,
+    Reply,
+    Report,
     Resident,
+    Sender,
     StateLost,
+    state_in,
     to_failure,
 )
-from raytrain_opt.pools.mailbox_client import ResidentMailbox
-from raytrain_opt.pools.resident_config import ResidentConfig
+from raytrain_opt.pools.programs import ResidentConfig
 from raytrain_opt.user_code import exits_as_errors
 
 # Often enough for a progress bar and for the driver's limit of silence. A command that takes less
 # costs one call only.
 _PROGRESS_INTERVAL_S = 1.0
-# While those who train together agree on the step before which they stop: they wait for it.
-_AGREEMENT_INTERVAL_S = 0.1
+# Ranks that train together hear about this often whether they stop: a broadcast takes 1 ms.
+_LOOK_INTERVAL_S = 0.5
 
 # A worker whose peer died fails in its next collective, with an error that nothing distinguishes
 # from a user's. Ray Train ends the whole group as soon as it knows: of a process on this node
@@ -40,9 +56,51 @@ _AGREEMENT_INTERVAL_S = 0.1
 # time reports the error as its own.
 _PROCESS_FAILURE_GRACE_S, _NODE_FAILURE_GRACE_S = 15.0, 60.0
 
+T = TypeVar("T")
+
 
 class PoolClosed(Exception):  # noqa: N818 - not an error: the driver asked to leave
     """The pool was closed while a command was running."""
+
+
+class ResidentMailbox:
+    """The view of a resident, or of the first of a group. Raises RayError when it has died."""
+
+    def __init__(self, actor: Any, pool: str) -> None:
+        self._actor, self._pool = actor, pool
+
+    def join(self, residents: list[Resident], absent: Sequence[int]) -> tuple[int, int, Command]:
+        """Register residents as ready; wait for a command and return it with its number.
+
+        Comes first: the number of the command that was the current one before.
+        """
+        current, is_over = ray.get(self._actor.join.remote(residents, absent))
+        return current, *self.reply(current if is_over else 0, [])
+
+    def reply(self, number: int, replies: list[Reply]) -> tuple[int, Command]:
+        """Send the replies to a command; wait for the next one and return it with its number."""
+        next_command = ray.get(self._actor.exchange.remote(self._pool, number, replies))
+        return cast("tuple[int, Command]", next_command)
+
+    def send(self, messages: Sequence[Reply | Report]) -> Instruction:
+        """Send messages during a command; return what the residents have to do."""
+        return cast(Instruction, ray.get(self._actor.receive.remote(messages)))
+
+    def hand_over(self, sender: Sender, number: int, make_part: Callable[[], object]) -> None:
+        """Send a reply for a part of a command, if there is one; the driver waits for no other.
+
+        Ray Train, which is about to end this process, waits for it (`launch_pools`).
+        """
+        answer(self._actor.begin_hand_over.remote(sender, number))
+        if part := make_part():
+            answer(self._actor.receive.remote([Reply(sender, number, part, failed=True)]))
+        else:
+            answer(self._actor.cancel_hand_over.remote(sender))
+
+
+def report_lost(actor: Any, pool: str, index: int) -> None:
+    """Tell the mailbox of a death before the restarted process joins; return when it knows."""
+    ray.get(actor.lose.remote(pool, index))
 
 
 class Handler(Protocol):
@@ -58,43 +116,103 @@ class Handler(Protocol):
         """Release what outlives a function call, such as loader processes."""
 
 
+class Group(Protocol):
+    """Residents that execute each command together. The first rank talks to the mailbox."""
+
+    @property
+    def rank(self) -> int:
+        """Number of this resident in the group."""
+
+    @property
+    def size(self) -> int:
+        """Number of residents."""
+
+    def broadcast(self, value: T | None) -> T:
+        """Return the value of the first rank."""
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, on the first rank; on the others nothing."""
+
+    def all(self, flag: bool) -> bool:
+        """Return whether the flag is true on all ranks."""
+
+    def share(self, values: Sequence[int]) -> list[Sequence[int]]:
+        """Let the first rank know values; return the latest of all ranks there, without waiting.
+
+        Another thread may call this. The first call of all ranks precedes all other calls.
+        """
+
+
+class Alone:
+    """A resident that executes commands by itself."""
+
+    rank, size = 0, 1
+
+    def broadcast(self, value: T | None) -> T:
+        """Return the value."""
+        return cast(T, value)
+
+    def gather(self, value: T) -> list[T]:
+        """Return the value in a list."""
+        return [value]
+
+    def all(self, flag: bool) -> bool:
+        """Return the flag."""
+        return flag
+
+    def share(self, values: Sequence[int]) -> list[Sequence[int]]:
+        """Return the values in a list."""
+        return [values]
+
+
 def serve(
     config: ResidentConfig,
     pool: str,
     index: int,
-    make_handler: Callable[[], Handler],
+    make_handler: Callable[[Group], Handler],
     *,
-    absent: tuple[int, ...] | None = None,
+    make_group: Callable[[], Group] = Alone,
+    absent: tuple[int, ...] = (),
     peer_failure_grace_s: float = 0.0,
 ) -> None:
     """Build a handler and execute commands with it (see `CommandLoop`) until the pool closes."""
+    group = make_group()
     with exits_as_errors():
-        handler = make_handler()
-    resident = describe_this_process(pool, index, absent)
+        handler = make_handler(group)
+    mailbox, resident = ResidentMailbox(config.mailbox, pool), describe_this_process(pool, index)
+    loop = CommandLoop(mailbox, resident, config.leave_s, peer_failure_grace_s, group, absent)
     try:
-        mailbox = ResidentMailbox(config.mailbox, config.upstream_of(index), resident)
-        CommandLoop(mailbox, resident, config.leave_s, peer_failure_grace_s).run(handler)
+        loop.run(handler)
     finally:
         handler.close()
 
 
+@dataclass(frozen=True)
+class Look:
+    """What all ranks of a group hear from the first one before a step."""
+
+    closed: bool = False  # leave
+    stop: bool = False  # end the command before this step
+    next_step: int = 0  # before which they hear from it again
+
+
 @dataclass
 class CommandLoop:
-    """A resident's loop over commands."""
+    """A resident's loop over commands. In a group, the first rank takes them for all."""
 
     mailbox: ResidentMailbox
     resident: Resident
     leave_s: float  # to leave when the pool is closed
-    peer_failure_grace_s: float  # before an error is reported that a peer's death may have caused
+    peer_failure_grace_s: float = 0.0  # before an error that a peer's death may have caused counts
+    group: Group = field(default_factory=lambda: Alone())
+    absent: tuple[int, ...] = ()  # ranks that the group does without
     _closed: threading.Event = field(default_factory=threading.Event)
     _left: threading.Event = field(default_factory=threading.Event)
     _wake_reporter: threading.Event = field(default_factory=threading.Event)
+    _residents: list[Resident] = field(default_factory=list)  # those that this one speaks for
     # The command that is executed, by number, and its progress.
     _work: tuple[int, Progress | None] | None = None
-    # Where it can end early, once it shall, and where it does.
-    _can_stop_before: int | None = None
-    _stop_before: int | None = None
-    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _stopping: int = 0  # number of the command that shall end early
     _has_stepped: bool = False
 
     def run(self, handler: Handler) -> None:
@@ -103,106 +221,158 @@ class CommandLoop:
         A resident that has not left `leave_s` later (a hung collective, one long step) ends its
         process.
         """
+        self.group.share((0,))
         threading.Thread(target=self._report, daemon=True, name="report-progress").start()
         try:
             self._run(handler)
+        except PoolClosed:
+            pass
         finally:
             self._left.set()
             self._wake_reporter.set()
 
     def _run(self, handler: Handler) -> None:
-        first, number, command = self.mailbox.join()
+        self._residents = self._gather(self.resident)
+        join = partial(self.mailbox.join, self._residents, self.absent)
+        first, number, command = self._from_first(join)
         while not isinstance(command, Close):
             if isinstance(command, Regroup) and number != first:
                 return
-            with self._changed:
-                self._work = number, None
-                self._can_stop_before = self._stop_before = None
-            start_s = monotonic_s()
-            try:
-                on_step = self._on_step(number)
-                joined = isinstance(command, Regroup)
-                with exits_as_errors():
-                    reply = None if joined else handler.handle(command, on_step)
-            except PoolClosed:
-                return
-            except ray.exceptions.ObjectLostError as error:
-                reply = StateLost(str(error))
-            except Exception as error:  # noqa: BLE001
-                # A reply, not a restart: the same command would fail again.
-                if self._closed.is_set():  # the others left first, and a collective broke
-                    return
-                if isinstance(error, RuntimeError):  # what collectives raise
-                    lost_connection = is_lost_connection(error)
-                    if lost_connection and (make := handler.steps_before_failure(command)):
-                        self.mailbox.hand_over(number, make)
-                    self._closed.wait(self.peer_failure_grace_s)
-                    if lost_connection and not self._closed.is_set():
-                        raise  # nobody died: let Ray start the process group anew
-                reply = to_failure(error)
-            time = CommandTime(monotonic_s() - start_s, getattr(reply, "timings_s", {}))
-            self._work = None
-            number, command = self.mailbox.reply(number, reply, time)
+            # Kept until the next command: the first rank needs it for a state that it refers to.
+            reply = self._execute(handler, number, command)
+            replies = self._gather(reply)
+            send = partial(self.mailbox.reply, number, replies)
+            number, command = self._from_first(send)
 
-    def _on_step(self, number: int) -> OnStep:
+    def _gather(self, value: T) -> list[T]:
+        with self._peer_failures_are_late():
+            return self.group.gather(value)
+
+    def _from_first(self, ask: Callable[[], T]) -> T:
+        """Return what the first rank learns when it asks the mailbox."""
+        answer = ask() if self.group.rank == 0 else None
+        with self._peer_failures_are_late():
+            return self.group.broadcast(answer)
+
+    @contextmanager
+    def _peer_failures_are_late(self) -> Iterator[None]:
+        """Give Ray Train time to find the cause of a broken group: the death of another rank."""
+        try:
+            yield
+        except RuntimeError:
+            if self._closed.wait(self.peer_failure_grace_s):
+                raise PoolClosed from None
+            raise
+
+    def _execute(self, handler: Handler, number: int, command: Command) -> Reply:
+        self._work = number, None
+        start_s = monotonic_s()
+        try:
+            joined = isinstance(command, Regroup)
+            with exits_as_errors():
+                value = None if joined else handler.handle(command, self._on_step(number, command))
+        except PoolClosed:
+            raise
+        except ray.exceptions.ObjectLostError as error:
+            value = StateLost(str(error))
+        except Exception as error:  # noqa: BLE001
+            value = self._fail(error, handler, number, command)
+        self._work = None
+        return self._reply(
+            number, value, CommandTime(monotonic_s() - start_s, getattr(value, "timings_s", {}))
+        )
+
+    def _reply(self, number: int, value: Any, time: CommandTime | None = None) -> Reply:
+        failed = isinstance(value, Failure | StateLost)
+        if state_in(value) is None:
+            value = cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
+        return Reply(self.resident.sender, number, value, failed, time)
+
+    def _fail(self, error: Exception, handler: Handler, number: int, command: Command) -> Failure:
+        """Return an exception as a reply; raise it if a peer died.
+
+        It is a reply, not a restart, because the same command would fail again. Other ranks of a
+        group may wait for this one in a collective, so it calls the mailbox itself.
+        """
+        if self._closed.is_set():  # the others left first, and a collective broke
+            raise PoolClosed
+        if isinstance(error, RuntimeError):  # what collectives raise
+            lost_connection = is_lost_connection(error)
+            if lost_connection and (make := handler.steps_before_failure(command)):
+                self.mailbox.hand_over(self.resident.sender, number, make)
+            self._closed.wait(self.peer_failure_grace_s)
+            if lost_connection and not self._closed.is_set():
+                raise error  # nobody died: let Ray start the process group anew
+        failure = to_failure(error)
+        if self.group.size > 1:
+            self.mailbox.send([self._reply(number, failure)])
+        return failure
+
+    def _on_step(self, number: int, command: Command) -> OnStep:
+        # The ranks' parts of an evaluation may have different numbers of batches.
+        looks = self.group.size == 1 or not isinstance(command, Evaluate)
+        look, looked_s, distance = Look(next_step=int(self.group.size > 1)), monotonic_s(), 1
+
+        def look_at(done: int) -> Look:
+            nonlocal looked_s, distance
+            now_s = monotonic_s()
+            if self.group.size > 1:
+                distance = next_distance(distance, now_s - looked_s)
+            looked_s = now_s
+            return Look(self._closed.is_set(), self._stopping == number, done + distance)
+
         def on_step(done: int, total: int) -> bool:
-            with self._changed:
-                while self._is_agreeing and not self._closed.is_set():
-                    self._changed.wait(_AGREEMENT_INTERVAL_S)
-                if self._closed.is_set():
-                    raise PoolClosed
-                if self._stop_before is not None and done >= self._stop_before:
-                    return True
-                self._work = number, Progress(done, total)
+            nonlocal look
+            self._work = number, Progress(done, total)
             if done == 1 and not self._has_stepped:  # the first step is recorded when it is done
                 self._has_stepped = True
                 self._wake_reporter.set()
-            return False
+            if not looks or done < look.next_step:
+                return False
+            look = self.group.broadcast(look_at(done) if self.group.rank == 0 else None)
+            if look.closed:
+                self._closed.set()
+                raise PoolClosed
+            return look.stop
 
         return on_step
 
     def _report(self) -> None:
         """Report progress, also of a hung command, and learn that the pool is closed."""
         while not self._closed.is_set():
-            interval_s = _AGREEMENT_INTERVAL_S if self._is_agreeing else _PROGRESS_INTERVAL_S
-            self._wake_reporter.wait(interval_s)
+            self._wake_reporter.wait(_PROGRESS_INTERVAL_S)
             self._wake_reporter.clear()
             if self._left.is_set():
                 return
             if (work := self._work) is not None:
-                self._follow(self._exchange_report(*work), work[0])
+                instruction = self._exchange_reports(*work)
+                self._stopping = instruction.stopping
+                if instruction.closed:
+                    self._closed.set()
         if not self._left.wait(self.leave_s):
             os._exit(1)
 
-    def _exchange_report(self, number: int, progress: Progress | None) -> Instruction:
+    def _exchange_reports(self, number: int, progress: Progress | None) -> Instruction:
+        values = (number,) if progress is None else (number, progress.done, progress.total)
         try:
-            return self.mailbox.report(number, progress, self._can_stop_before)
+            shared = zip(self._residents, self.group.share(values), strict=True)
+            reports = [
+                Report(resident.sender, number, Progress(*steps) if steps else None)
+                for resident, (number, *steps) in shared
+            ]
+            return self.mailbox.send(reports) if reports else Instruction()
+        except RuntimeError:  # the first rank has died, and Ray Train will end this one
+            return Instruction()
         except ray.exceptions.ActorUnavailableError:
-            return Instruction(stopping=number if self._can_stop_before is not None else 0)
+            return Instruction(stopping=self._stopping)
         except ray.exceptions.ActorDiedError:
             return Instruction(closed=True)  # the mailbox, and so the run: leave as well
 
-    @property
-    def _is_agreeing(self) -> bool:
-        return self._can_stop_before is not None and self._stop_before is None
 
-    def _follow(self, instruction: Instruction, number: int) -> None:
-        """Leave, or settle the step before which the command ends, if it shall end early.
-
-        This process can stop before the next step at the earliest. Others, which take part in the
-        same collectives, may have begun that one: the latest of their steps counts.
-        """
-        with self._changed:
-            if instruction.closed:
-                self._closed.set()
-            if instruction.stopping != number or self._work is None or self._work[0] != number:
-                self._can_stop_before = None
-            elif self._can_stop_before is None:
-                progress = self._work[1]
-                self._can_stop_before = 0 if progress is None else progress.done + 1
-            else:
-                self._stop_before = instruction.stop_before
-            self._changed.notify()
+def next_distance(distance: int, elapsed_s: float) -> int:
+    """Return the number of steps until the next look; `distance` steps took `elapsed_s`."""
+    due = int(distance * _LOOK_INTERVAL_S / max(elapsed_s, 1e-9))
+    return max(1, min(8 * distance, due))
 
 
 def peer_failure_grace_s(world_size: int, local_world_size: int) -> float:
@@ -213,10 +383,8 @@ def peer_failure_grace_s(world_size: int, local_world_size: int) -> float:
     return _PROCESS_FAILURE_GRACE_S if on_one_node else _NODE_FAILURE_GRACE_S
 
 
-def describe_this_process(
-    pool: str, index: int, absent: tuple[int, ...] | None = None
-) -> Resident:
+def describe_this_process(pool: str, index: int) -> Resident:
     """Return the identity of this process, for records and messages."""
     context = ray.get_runtime_context()
     log = f"worker-{context.get_worker_id()}-*-{os.getpid()}.err in Ray's session logs"
-    return Resident(pool, index, context.get_node_id(), os.getpid(), log, absent)
+    return Resident(pool, index, context.get_node_id(), os.getpid(), log)

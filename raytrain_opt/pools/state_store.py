@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
@@ -19,6 +20,7 @@ from raytrain_opt.pools.commands import (
 )
 
 if TYPE_CHECKING:
+    from raytrain_opt.pools.resident import Group
     from raytrain_opt.train.state import TrainingState
 
 # Minutes for states of many GiB over a slow network.
@@ -34,8 +36,7 @@ class ObjectStore:
         if ref.node_id in gone_nodes():
             raise ray.exceptions.ObjectLostError(ref.id, None, "")
         try:
-            object_ref = ref.ref() if callable(ref.ref) else ref.ref
-            return cast("TrainingState", ray.get(object_ref, timeout=_FETCH_S))
+            return cast("TrainingState", ray.get(ref.ref, timeout=_FETCH_S))
         except ray.exceptions.GetTimeoutError as error:
             raise PoolError(
                 f"a state did not arrive within {_FETCH_S:g} s from the node that holds it (is "
@@ -46,6 +47,23 @@ class ObjectStore:
         """Store a state on this process's node."""
         node_id = ray.get_runtime_context().get_node_id()
         return StateRef(state_id, ray.put(state), node_id=node_id)
+
+
+class GroupObjectStore(ObjectStore):
+    """The access of workers that load each state together: it is lost for all ranks or none."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def get(self, ref: StateRef) -> TrainingState:
+        """Return the state. Raises ObjectLostError on all ranks if it is lost for any."""
+        state: TrainingState | None = None
+        with suppress(ray.exceptions.ObjectLostError):
+            state = super().get(ref)
+        is_there = self._group.all(state is not None)
+        if state is None or not is_there:
+            raise ray.exceptions.ObjectLostError(ref.id, None, "")
+        return state
 
 
 class RayStateStore:

@@ -1,21 +1,40 @@
-"""What a resident worker does: data-parallel training, sharded evaluation. Free of Ray."""
+"""What a worker does: data-parallel training, sharded evaluation; and a slot. Free of Ray."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from raytrain_opt.clock import Stopwatch, monotonic_s
-from raytrain_opt.pools.commands import Command, Evaluate, MainTrain, MainTrainReply, OnStep
+from raytrain_opt.config.learning_rate import CandidateBatch
+from raytrain_opt.monitoring.samplers import Sampler
+from raytrain_opt.optim.scaling import scale_lr
+from raytrain_opt.pools.candidates import CandidateTrainer
+from raytrain_opt.pools.commands import (
+    Command,
+    Evaluate,
+    MainTrain,
+    MainTrainReply,
+    OnStep,
+    ProbeBatchSize,
+)
 from raytrain_opt.pools.protocol import States
-from raytrain_opt.pools.slot import CandidateTrainer
-from raytrain_opt.results import EvalTotals
+from raytrain_opt.results import EvalTotals, Probe, Steps
+from raytrain_opt.search.policy import Candidate, TryCandidates
+from raytrain_opt.train.batch_size_probe import measure, open_probe_sampler, probed_training
+from raytrain_opt.train.data_parallel import sum_over_ranks
+from raytrain_opt.train.kernels import autocast_dtype
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.micro_batches import MicroBatches
-from raytrain_opt.train.precision import autocast_dtype
-from raytrain_opt.train.reductions import sum_over_ranks
+
+# The check of the chosen size takes three times the steps of a probe: it runs once, and a leak or
+# a fragmented allocator shows only after some time.
+_CHECK_FACTOR = 3
 
 
 class Worker(CandidateTrainer):
@@ -42,6 +61,14 @@ class Worker(CandidateTrainer):
 
         return super().handle(command, before_step)
 
+    def _execute(self, command: Command, on_step: OnStep) -> Any:
+        match command:
+            case MainTrain():
+                return self._main_train(command, on_step)
+            case Evaluate():
+                return self._evaluate(command, on_step)
+        return super()._execute(command, on_step)
+
     def steps_before_failure(self, command: Command) -> Callable[[], object] | None:
         """Return what makes the reply for the steps of a main training before another one died.
 
@@ -55,16 +82,16 @@ class Worker(CandidateTrainer):
 
     def _reply_for_steps_done(self, command: MainTrain) -> MainTrainReply | None:
         totals = self.learner.end_broken_phase()
-        if totals is None or totals.steps == len(command.lrs):
+        if totals is None or totals.steps == len(command.steps.lrs):
             return None
         stopwatch = Stopwatch()
         with stopwatch.measure("hand_over_s"):
-            ref = self._send_state(f"{command.epoch}.{command.first_step + totals.steps}")
+            ref = self._send_state(_state_id(command, totals.steps))
         return MainTrainReply(totals, None, stopwatch.timings_s, ref, self._describe_parallel())
 
     def _main_train(self, command: MainTrain, on_step: OnStep) -> MainTrainReply:
         stopwatch = Stopwatch()
-        timings_s, total = stopwatch.timings_s, len(command.lrs)
+        timings_s, total = stopwatch.timings_s, len(command.steps.lrs)
         digest: Future[str] | None = None
         with stopwatch.measure("load_s"):
             if self._load(command.state) or self._live_candidate is not None:
@@ -72,21 +99,14 @@ class Worker(CandidateTrainer):
                 digest = self._hasher.submit(self.learner.state(copy=True).digest)
         self._forget_candidates()
         totals = self.learner.train(
-            command.epoch,
-            command.first_step,
-            command.lrs,
-            self._micro_batches,
-            on_step=lambda done: on_step(done, total),
-            weight_decay_factor=command.weight_decay_factor,
-            optimizer=command.optimizer,
-            held_out=command.held_out,
+            command.epoch, command.steps, self._micro_batches, lambda done: on_step(done, total)
         )
         timings_s["data_wait_s"] = totals.data_wait_s
         timings_s["compute_s"] = totals.duration_s - totals.data_wait_s
         with stopwatch.measure("average_s"):
             self.learner.sync_batch_norm_stats()
             totals = sum_over_ranks(totals, self.learner.device)
-        self._live_id = f"{command.epoch}.{command.first_step + totals.steps}"
+        self._live_id = _state_id(command, totals.steps)
         with stopwatch.measure("hand_over_s"):
             ref = self._send_state(self._live_id) if self.index == 0 else None
         loaded_sha256 = None if digest is None else digest.result()
@@ -113,6 +133,49 @@ class Worker(CandidateTrainer):
     def _evaluate(self, command: Evaluate, on_step: OnStep) -> EvalTotals:
         totals = self._evaluate_part(command, self.index, self.world_size, on_step)
         return sum_over_ranks(totals, self.learner.device)
+
+
+class Slot(CandidateTrainer):
+    """One slot: it trains candidates alone, and measures batch sizes.
+
+    `candidate_batch`: what a slot computes of each global batch. `local`: as much as one worker,
+    at the rate that a batch so much smaller needs (linear scaling); else all micro-batches.
+    """
+
+    def __init__(
+        self, learner: Learner, index: int, states: States, candidate_batch: CandidateBatch | None
+    ) -> None:
+        count = learner.config.worker_count
+        indices = range(1 if candidate_batch == "local" else count)
+        super().__init__(learner, index, states, MicroBatches(indices, count))
+        self._sampler: Sampler | None = None  # of a slot that probes
+
+    def _execute(self, command: Command, on_step: OnStep) -> Any:
+        if isinstance(command, ProbeBatchSize):
+            return self._probe(command)
+        return super()._execute(command, on_step)
+
+    def _probe(self, command: ProbeBatchSize) -> Probe:
+        section, device = command.section, self.learner.device
+        if self._sampler is None:
+            self._sampler = open_probe_sampler(section, device, torch.get_num_threads())
+        return measure(
+            probed_training(self.learner),
+            command.batch_size,
+            section,
+            self._sampler,
+            steps_factor=_CHECK_FACTOR if command.check else 1,
+        )
+
+    def _steps(self, action: TryCandidates, candidate: Candidate) -> Steps:
+        computed, count = len(self._micro_batches.indices), self._micro_batches.count
+        steps = candidate.steps(action)
+        lrs = tuple(scale_lr("linear", lr, count, computed) for lr in steps.lrs)
+        return replace(steps, lrs=lrs)
+
+
+def _state_id(command: MainTrain, done: int) -> str:
+    return f"{command.epoch}.{command.steps.first + done}"
 
 
 def _describe_step(learner: Learner) -> dict[str, object]:

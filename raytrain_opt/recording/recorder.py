@@ -82,7 +82,7 @@ class Recorder:
     def lrs(self) -> list[float]:
         """Return the learning rate of every step in schedule.jsonl."""
         epochs = _read(self.paths.schedule, ScheduleRecord)
-        return [lr for epoch in epochs for lr in epoch.lrs]
+        return [lr for epoch in epochs for lr in epoch.steps.lrs]
 
     def epochs(self) -> list[EpochRecord]:
         """Return the lines of epochs.jsonl."""

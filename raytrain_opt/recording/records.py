@@ -15,6 +15,7 @@ from pydantic import Field
 
 from raytrain_opt.recording.base import Number, Record, RecordPart, Timings
 from raytrain_opt.results import Metric, Probe
+from raytrain_opt.search.fixed_schedule import RecordedEpoch
 from raytrain_opt.search.noise_scale import NoiseScale, NoiseScaleSummary
 from raytrain_opt.search.policy import NOT_DECIDED
 
@@ -229,7 +230,7 @@ class BatchSizeProbeRecord(Record):
     )
     utilization_mean_pct: Number = Field(description="Utilization: mean of all samples.")
     utilization_samples: int = Field(description="Utilization samples.")
-    peak_memory_mib: Number = Field(description="Peak memory of the probing process.")
+    peak_memory_mib: Number = Field(description="Peak memory of the slot that probes.")
     joule_per_sample: Number = Field(description="Energy per sample; null when not measured.")
     error: str = Field(description="Message of the out-of-memory error; otherwise empty.")
     noise_scale: NoiseScale | None = Field(
@@ -280,32 +281,10 @@ class BatchSizeRecord(Record):
     probes: int = Field(description="Number of probes.")
 
 
-class ScheduleRecord(Record):
-    """A line of schedule.jsonl: the rate of every step of an epoch; policy `replay` repeats it."""
+class ScheduleRecord(RecordedEpoch, Record):
+    """A line of schedule.jsonl: the steps of an epoch, which policy `replay` repeats."""
 
     counted_by = "epoch"
-    epoch: int = Field(description="Epoch, from 1.")
-    optimizer: str = Field(description="Name of the optimizer.")
-    weight_decay_factor: float = Field(
-        description=(
-            "Factor on the optimizer's weight decay; with `weight_decay: auto` the decay itself."
-        )
-    )
-    auto_weight_decay: bool = Field(description="Whether the run had `weight_decay: auto`.")
-    held_out: int = Field(
-        description="Samples of the validation split that the epoch replaced by others."
-    )
-    restarts: bool = Field(description="Whether the epoch began from the initial weights.")
-    lr_multipliers: dict[str, float] = Field(
-        description=(
-            "Factors other than 1 on the learning rate, by patterns of parameter names; `aux`: of "
-            "the parameters that follow Muon's second rule."
-        )
-    )
-    full_steps: int = Field(
-        description="Steps of a full epoch; with `train_for` the last ones are shorter."
-    )
-    lrs: tuple[float, ...] = Field(description="Learning rate of each step.")
 
 
 class SearchResult(RecordPart):

@@ -44,7 +44,7 @@ _CHECKPOINT_FILE = re.compile(
 _RECORD_FILE = re.compile(r"(\w+\.(?:json|jsonl|yaml))(\.\d+)?")
 # After all other files, so that they never name or follow something missing.
 _LAST = (INDEX, "result.json")
-# Larger files, which are those of checkpoints, are uploaded in parts of this size; a part is
+# Larger files, which only checkpoints have, are uploaded in parts of this size; a part is
 # repeated alone.
 _UPLOAD_PART = 8 * 2**20
 

@@ -9,9 +9,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from raytrain_opt.recording.records import BatchSizeProbeRecord
-from raytrain_opt.report.axes import plain_log, thousands
 from raytrain_opt.report.formatting import count, plain
-from raytrain_opt.report.plots import Cell, Plot, Table, color, draw, duration_cell
+from raytrain_opt.report.plots import (
+    Cell,
+    Plot,
+    Table,
+    color,
+    draw,
+    duration_cell,
+    plain_log,
+    thousands,
+)
 from raytrain_opt.report.run_reader import RunRecords
 from raytrain_opt.results import Probe
 from raytrain_opt.search.batch_size.throughput_model import combine, draw_curves

@@ -7,9 +7,19 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from raytrain_opt.config.load import flatten
-from raytrain_opt.report.axes import draw_line, percent_axis, thousands
 from raytrain_opt.report.formatting import count, percent, rate
-from raytrain_opt.report.plots import SERIES, Cell, Plot, Table, color, draw, duration_cell
+from raytrain_opt.report.plots import (
+    SERIES,
+    Cell,
+    Plot,
+    Table,
+    color,
+    draw,
+    draw_line,
+    duration_cell,
+    percent_axis,
+    thousands,
+)
 from raytrain_opt.report.run_reader import RunRecords
 from raytrain_opt.report.summary import RunSummary
 

@@ -16,16 +16,19 @@ from raytrain_opt.report.formatting import count, duration, percent, plain
 from raytrain_opt.report.learning_rate_plots import (
     learning_rate_plots,
     rounds_table,
+    search_plots,
     training_plots,
 )
 from raytrain_opt.report.plots import Cell, Plot, Section, Table, duration_cell
 from raytrain_opt.report.prediction_plots import predictions_section
 from raytrain_opt.report.run_reader import RunRecords
-from raytrain_opt.report.search_plot import search_plots
-from raytrain_opt.report.staleness_plot import staleness_plots
 from raytrain_opt.report.summary import RunSummary, summarize
-from raytrain_opt.report.time_plots import epoch_parts_plots, epochs_table
-from raytrain_opt.report.timeline_plot import timeline_plots
+from raytrain_opt.report.time_plots import (
+    epoch_parts_plots,
+    epochs_table,
+    staleness_plots,
+    timeline_plots,
+)
 
 
 @dataclass(frozen=True)

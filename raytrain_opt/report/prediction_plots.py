@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 # More classes are too many for a matrix, and for their names along an axis.
 _MAX_CLASSES, _MAX_NUMBERS, _MAX_NAME = 30, 12, 14
-# Rows of the tables.
-_WORST_CLASSES, _CONFUSIONS = 100, 50
+# Rows of the table.
+_WORST_CLASSES = 100
 
 
 class _Classes:
@@ -61,7 +61,7 @@ def predictions_section(record: PredictionsRecord | None) -> Section:
         name,
         title,
         matrix,
-        [_classes_table(classes), _confusions_table(classes)],
+        [_classes_table(classes)],
         note,
         mistakes,
     )
@@ -97,7 +97,7 @@ def _confusion_matrix(classes: _Classes) -> Plot:
 
     caption = (
         "Samples by label and prediction. Blue: correct, darker for a larger fraction of the "
-        "label's samples. Orange: mistakes, darker for more frequent ones. Data: tables below."
+        "label's samples. Orange: mistakes, darker for more frequent ones. Data: table below."
     )
     return draw("confusion", "Confusion matrix", caption, paint)
 
@@ -128,18 +128,6 @@ def _classes_table(classes: _Classes) -> Table:
     )
     columns = ("class", "samples", "accuracy", "precision", "most often taken for")
     return Table("classes", caption, columns, rows)
-
-
-def _confusions_table(classes: _Classes) -> Table:
-    """Return the most frequent confusions."""
-    rows = []
-    for i in classes.confusions[:_CONFUSIONS]:
-        label, number = classes.labels[i], classes.counts[i]
-        fraction = percent(number / classes.samples[label])
-        names = (classes.names[label], classes.names[classes.predicted[i]])
-        rows.append([*map(Cell, names), Cell(count(number)), Cell(fraction)])
-    columns = ("label", "predicted", "samples", "of the label's samples")
-    return Table("confusions", "The most frequent confusions.", columns, rows)
 
 
 def _name_ticks(axes: Axes, which: str, names: Sequence[str]) -> None:

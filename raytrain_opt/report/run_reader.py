@@ -100,7 +100,7 @@ class RunRecords:
     @cached_property
     def _steps_before(self) -> list[int]:
         """Steps before each epoch, and one entry after the last known epoch."""
-        return list(accumulate((len(epoch.lrs) for epoch in self.schedule), initial=0))
+        return list(accumulate((len(epoch.steps.lrs) for epoch in self.schedule), initial=0))
 
     def first_step(self, epoch: int) -> int:
         """Return the steps before this epoch; later epochs are taken as long as the last known."""

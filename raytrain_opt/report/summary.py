@@ -99,7 +99,7 @@ def _status(run: RunRecords) -> str:
 
 def _lr_range(run: RunRecords) -> tuple[float | None, float | None]:
     """Return the lowest and the highest learning rate of any step, without rates of 0."""
-    rates = [lr for epoch in run.schedule for lr in epoch.lrs]
+    rates = [lr for epoch in run.schedule for lr in epoch.steps.lrs]
     positive = [lr for lr in rates or [epoch.lr for epoch in run.epochs] if lr > 0]
     return (min(positive), max(positive)) if positive else (None, None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from raytrain_opt.config.learning_rate import HorizonPolicy, SchedulePolicy, StptPolicy
@@ -10,6 +11,7 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.optim.epoch_steps import EpochSteps
 from raytrain_opt.optim.schedules import build_schedule
+from raytrain_opt.search.evidence import guessing_loss
 from raytrain_opt.search.fixed_schedule import (
     FixedSchedule,
     PlannedSchedule,
@@ -33,29 +35,39 @@ def build_policy(
     channel_norm: bool = True,
     validation_size: int = 0,
     step_flops: float = math.inf,
+    class_counts: Sequence[int] = (),
 ) -> Policy:
     """Build the job's policy. Raises JobError if it does not match the steps per epoch.
 
     `channel_norm`: the network normalizes channels; `validation_size`: samples of the validation
-    split; `step_flops`: operations of an update; see `HorizonStpt`.
+    split; `step_flops`: operations of an update; see `HorizonStpt`. `class_counts`: samples of
+    each class.
     """
     section = job.learning_rate
     if isinstance(section, HorizonPolicy):
         return HorizonStpt(
-            section, job.epochs, steps, job.optimizers, channel_norm, validation_size, step_flops
+            section,
+            job.epochs,
+            steps,
+            job.optimizers,
+            channel_norm,
+            validation_size,
+            step_flops,
+            _guessing_loss(job, class_counts),
         )
     if isinstance(section, SchedulePolicy):
-        schedule: FixedSchedule | PlannedSchedule = PlannedSchedule(section, steps)
+        policy: FixedSchedule | PlannedSchedule = PlannedSchedule(section, steps)
         if job.epochs is not None:
             fixed = build_schedule(section, epochs=job.epochs, steps_per_epoch=steps.first)
-            schedule = FixedSchedule(fixed, steps)
+            policy = FixedSchedule(fixed, steps)
         if section.shape == "plateau":
-            return PlateauSchedule(schedule, section.gamma, section.patience)
-        return schedule
+            return PlateauSchedule(policy, section.gamma, section.patience)
+        return policy
     assert job.epochs is not None  # the schema refuses the others
     if isinstance(section, StptPolicy):
         return Stpt(section, job.epochs, steps)
-    recorded = read_schedule(section.schedule)
+    schedule = read_schedule(section.schedule)
+    recorded = schedule.epochs[-1]
     if recorded.optimizer != job.optimizer.name:
         rule = f"the replayed schedule belongs to {recorded.optimizer}"
         raise JobError([Problem("optimizer", rule, str(job.optimizer.name))])
@@ -68,7 +80,16 @@ def build_policy(
     if recorded.lr_multipliers != multipliers:
         rule = f"the replayed schedule belongs to {dict(recorded.lr_multipliers)}"
         raise JobError([Problem("optimizer.lr_multipliers", rule, str(multipliers))])
-    return recorded.policy(job.epochs, steps)
+    schedule.check(job.epochs, steps)
+    return schedule
+
+
+def _guessing_loss(job: Job, class_counts: Sequence[int]) -> float:
+    """Return the loss of a guess by the classes' frequencies; infinite for other losses."""
+    loss = job.loss
+    if not job.task.is_classification or loss.name != "cross_entropy" or loss.class_weights:
+        return math.inf
+    return guessing_loss(class_counts, loss.label_smoothing)
 
 
 def read_schedule(path: str) -> RecordedSchedule:

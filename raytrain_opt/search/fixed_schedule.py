@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+
+from pydantic import BaseModel, Field, ValidationError
 
 from raytrain_opt.config.learning_rate import SchedulePolicy
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.optim.epoch_steps import EpochSteps
 from raytrain_opt.optim.schedules import Schedule, build_schedule
+from raytrain_opt.results import Steps
 from raytrain_opt.search.policy import History, Policy, TrainEpoch
 
 
@@ -26,7 +27,7 @@ class FixedSchedule(Policy):
         lrs = tuple(
             self.schedule.lr(first + step * self.steps.first / steps) for step in range(steps)
         )
-        return TrainEpoch(epoch, lrs, "schedule")
+        return TrainEpoch(epoch, Steps(0, lrs), "schedule")
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class PlannedSchedule(Policy):
             self.section, epochs=total / per_epoch, steps_per_epoch=per_epoch
         )
         fractions = history.plans[-1].fractions(offset=0.0)
-        return TrainEpoch(epoch, tuple(schedule.lr(total * f) for f in fractions), "schedule")
+        lrs = tuple(schedule.lr(total * fraction) for fraction in fractions)
+        return TrainEpoch(epoch, self.steps.last(epoch, lrs), "schedule")
 
 
 @dataclass(frozen=True)
@@ -69,71 +71,69 @@ class PlateauSchedule(Policy):
             if waited > self.patience:
                 drops, waited = drops + 1, 0
         action = self.schedule.next(epoch, history)
-        lrs = tuple(lr * self.gamma**drops for lr in action.lrs)
-        return replace(action, lrs=lrs, reason=f"schedule after {drops} plateaus")
+        lrs = tuple(lr * self.gamma**drops for lr in action.steps.lrs)
+        steps = replace(action.steps, lrs=lrs)
+        return replace(action, steps=steps, reason=f"schedule after {drops} plateaus")
+
+
+class RecordedEpoch(BaseModel):
+    """What schedule.jsonl holds of an epoch."""
+
+    epoch: int = Field(description="Epoch, from 1.")
+    optimizer: str = Field(description="Name of the optimizer.")
+    auto_weight_decay: bool = Field(description="Whether the run had `weight_decay: auto`.")
+    restarts: bool = Field(description="Whether the epoch began from the initial weights.")
+    lr_multipliers: dict[str, float] = Field(
+        description=(
+            "Factors other than 1 on the learning rate, by patterns of parameter names; `aux`: of "
+            "the parameters that follow Muon's second rule."
+        )
+    )
+    steps: Steps = Field(
+        description=(
+            "All steps of the epoch. With `train_for` the last epochs are shorter: they train the "
+            "last steps of an epoch."
+        )
+    )
 
 
 @dataclass(frozen=True)
 class RecordedSchedule(Policy):
     """Replay a schedule.jsonl."""
 
-    lrs: tuple[tuple[float, ...], ...]  # by epoch and step
-    weight_decay_factors: tuple[float, ...]  # by epoch
-    full_steps: tuple[int, ...]  # of each epoch, had it trained on all samples
-    held_out: tuple[int, ...]  # samples by epoch
-    restarts: tuple[bool, ...]  # by epoch
-    lr_multipliers: Mapping[str, float] = field(default_factory=dict)  # other than 1
-    optimizer: str = "SGD"
-    auto_weight_decay: bool = False
+    epochs: tuple[RecordedEpoch, ...]
 
     @classmethod
     def parse(cls, text: str, source: str) -> RecordedSchedule:
         """Parse a schedule.jsonl read from `source`. Raises JobError if it is none of a run."""
+        lines = text.split("\n")[:-1]
+        rule = f"{source} is not a schedule.jsonl of a run"
+        if not lines:
+            raise JobError([Problem("learning_rate.schedule", rule)])
         try:
-            epochs = [json.loads(line) for line in text.split("\n")[:-1]]
-            return cls(
-                tuple(tuple(float(lr) for lr in epoch["lrs"]) for epoch in epochs),
-                tuple(float(epoch["weight_decay_factor"]) for epoch in epochs),
-                tuple(int(epoch["full_steps"]) for epoch in epochs),
-                tuple(int(epoch["held_out"]) for epoch in epochs),
-                tuple(bool(epoch["restarts"]) for epoch in epochs),
-                {k: float(f) for k, f in epochs[-1]["lr_multipliers"].items()},
-                str(epochs[-1]["optimizer"]),
-                bool(epochs[-1]["auto_weight_decay"]),
-            )
-        except (
-            ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
-        ) as error:  # fmt: skip
-            rule = f"{source} is not a schedule.jsonl of a run ({error!r})"
+            return cls(tuple(map(RecordedEpoch.model_validate_json, lines)))
+        except ValidationError as error:
+            rule += f" ({error.errors(include_url=False)[0]['msg']})"
             raise JobError([Problem("learning_rate.schedule", rule)]) from error
 
-    def policy(self, epochs: int, steps: EpochSteps) -> RecordedSchedule:
-        """Return itself as a job's policy. Raises JobError if the steps per epoch differ."""
-        if list(self.full_steps) != [steps(epoch) for epoch in range(1, epochs + 1)]:
+    def check(self, epochs: int, steps: EpochSteps) -> None:
+        """Raise JobError if a job of this length has other steps per epoch."""
+        recorded = [epoch.steps.end for epoch in self.epochs]
+        if recorded != [steps(epoch) for epoch in range(1, epochs + 1)]:
+            low, high = min(recorded), max(recorded)
+            shown = str(low) if low == high else f"{low} to {high}"
             rule = (
-                f"the schedule is for {len(self.lrs)} epochs of {_span(self.full_steps)} steps, "
+                f"the schedule is for {len(recorded)} epochs of {shown} steps, "
                 f"this job has {epochs} of {steps.first}; use "
                 "the same data, global_batch_size, batch_ramp and epochs (and, for a run of "
                 "policy stpt, data.validation_fraction: 0.1, its default)"
             )
             raise JobError([Problem("learning_rate.schedule", rule)])
-        return self
 
     def next(self, epoch: int, history: History) -> TrainEpoch:
-        i = epoch - 1
-        return TrainEpoch(
-            epoch,
-            self.lrs[i],
-            "replay",
-            self.weight_decay_factors[i],
-            held_out=self.held_out[i],
-            restarts=self.restarts[i],
-        )
+        recorded = self.epochs[epoch - 1]
+        steps = replace(recorded.steps, optimizer=0)  # a replay names the optimizer
+        return TrainEpoch(epoch, steps, "replay", restarts=recorded.restarts)
 
     def may_restart(self, epoch: int, history: History) -> bool:
-        return self.restarts[epoch : epoch + 1] == (True,)
-
-
-def _span(steps: Sequence[int]) -> str:
-    low, high = min(steps, default=0), max(steps, default=0)
-    return str(low) if low == high else f"{low} to {high}"
+        return any(following.restarts for following in self.epochs[epoch : epoch + 1])

@@ -49,11 +49,15 @@ _FEW_FLOPS = 5e12
 
 @dataclass(frozen=True)
 class OptimizerRace:
-    """The searches of all optimizers, in the job's order, within one budget of steps."""
+    """The searches of all optimizers, in the job's order, within one budget of steps.
+
+    `guessing_loss`: of a guess by the classes' frequencies.
+    """
 
     names: tuple[str, ...]
     searches: tuple[PeakSearch, ...]
     budget_steps: float
+    guessing_loss: float = math.inf
 
     @property
     def is_possible(self) -> bool:
@@ -87,6 +91,8 @@ class OptimizerRace:
         bests = {index: _best(rounds_of(index, rounds)) for index in (first, *others)}
         chosen = next((i for i in others if is_better(bests[i], bests[first])), first)
         untrained = max(_untrained_loss(rounds_of(index, rounds)) for index in left)
+        if len(self.names) > 1:
+            untrained = min(untrained, self.guessing_loss)
         if not has_learned(bests[chosen], untrained):
             return first, self._usual(first, bests, untrained)
         choice = following[chosen]
@@ -111,11 +117,15 @@ class OptimizerRace:
         best = min(bests.values(), key=lambda result: result.val_loss)
         rate = self.searches[first].initial
         reason = (
-            f"the best candidate's loss of {best.val_loss:.4g} is below that of a network that "
-            f"hardly trained, {untrained:.4g}, by less than the noise, "
+            f"the best candidate's loss of {best.val_loss:.4g} is not below {untrained:.4g}, that "
+            f"{self._of_untrained(untrained)}, by more than the noise, "
             f"{noise(best, untrained):.2g}; so {self.names[first]} trains where its search began"
         )
         return PeakChoice(bests[first], rate, reason, is_decided=False)
+
+    def _of_untrained(self, loss: float) -> str:
+        is_guess = loss == self.guessing_loss
+        return "of a guess by class" if is_guess else "of a network that hardly trained"
 
     def _next_of(self, index: int, rounds: Sequence[Decision]) -> PeakRequest | PeakChoice | None:
         """Return what the search of one optimizer does next; None if it left the race."""

@@ -15,9 +15,9 @@ log rates, weighted by a power of their gain. The gain is how much lower their l
 a rate a decade below in few steps, which hardly trains. The best single candidate is a worse
 choice: trainings of one rate on other batches differ by more than trainings of neighboring rates,
 and the mean averages that out. A candidate that diverged has no gain, so it needs no rule of its
-own. The optimizer's usual rate counts as one more, with a gain that is mere noise: it decides
-where candidates have hardly learned anything in so few steps, unless coarse ones say that it is
-worse. The policy makes the peak smaller for some networks (`peak_factor`).
+own. The policy makes the peak smaller for some networks (`peak_factor`). Short candidates bear
+rates that a training does not, so the optimizer's usual rate, if it is lower, counts as some more
+of their steps.
 
 Sources: Wu et al., ICLR 2018 (short-horizon bias); the trials that compared rules are ours
 (benchmarks/RESULTS.md).
@@ -40,11 +40,14 @@ _PER_DECADE = 2
 _SPACING = {COARSE: _PER_DECADE, FINE: 1}
 _FIRST_OFFSETS = (-1, 0, 1)
 
-# A candidate is hardly worse than the best if its loss is higher by at most this fraction, and has
-# hardly learned anything if it is lower by this fraction.
+# A candidate is hardly worse than the best if its loss is higher by at most this fraction.
 TOLERANCE = 0.02
 # The weight of a fine candidate is this power of its gain.
 _GAIN_POWER = 4
+
+# A usual rate below the peak counts as this many steps of a candidate, in the mean of the
+# logarithms.
+_USUAL_STEPS = 8
 
 # Steps of a fine candidate where the budget allows; with fewer, single rates are unreliable.
 _FINE_STEPS = 96
@@ -227,47 +230,32 @@ class PeakSearch:
         )
 
     def _choose_peak(self, trials: _Trials, rounds: Sequence[Decision]) -> PeakChoice:
-        """Return `peak_factor` times the rate at the weighted mean."""
+        """Return `peak_factor` times the weighted mean of the rates, drawn down to the usual."""
         hardly, steps, best = hardly_trained(rounds), rounds[-1].steps, trials.largest(0.0)
         assert hardly is not None
-        untrained = hardly.val_loss
-        gains = {point: max(0.0, untrained - trials.loss(point)) for point in trials.alive}
-        highest, noise = gains[best], TOLERANCE * abs(untrained)
-        weighed = [(float(point), gain) for point, gain in gains.items()]
-        usual = self._usual_point(rounds, untrained + noise)
-        if usual is not None:
-            weighed.append((usual, noise))
-        elif highest == 0:
-            weighed = [(float(best), 1.0)]
-        top = max(gain for _, gain in weighed)
-        weights = [(point, (gain / top) ** _GAIN_POWER) for point, gain in weighed]
-        center = math.fsum(p * w for p, w in weights) / math.fsum(w for _, w in weights)
+        gains = {p: max(0.0, hardly.val_loss - trials.loss(p)) for p in trials.alive}
+        highest = gains[best]
         if highest > 0:
+            weights = {point: (gain / highest) ** _GAIN_POWER for point, gain in gains.items()}
+            center = math.fsum(p * w for p, w in weights.items()) / math.fsum(weights.values())
             gaining = [point_to_lr(p) for p, gain in gains.items() if 2 * gain >= highest]
             reason = (
                 f"weighted mean of the rates that reduce the loss, {min(gaining):.3g} to "
                 f"{max(gaining):.3g} (best {point_to_lr(best):.3g})"
             )
-            if usual is not None and highest < 2 * noise:
-                reason += f", and the usual rate {self.usual_lr:g}, because they reduce it little"
         else:
-            name, point = ("best", best) if usual is None else ("usual", usual)
-            reason = f"{name} rate {point_to_lr(point):.3g}, without any gain"
+            center, reason = float(best), f"best rate {point_to_lr(best):.3g}, without any gain"
         if self.peak_factor != 1:
             center += _PER_DECADE * math.log10(self.peak_factor)
             reason = f"{self.peak_factor:g} x the {reason}"
+        usual = math.inf if self.usual_lr is None else _PER_DECADE * math.log10(self.usual_lr)
+        if usual < center:
+            center += (usual - center) * _USUAL_STEPS / (_USUAL_STEPS + steps)
+            reason += f", drawn down to the usual rate {self.usual_lr:g}"
         nearest = min(trials.alive, key=lambda point: abs(point - center))
         return PeakChoice(
             trials.alive[nearest], point_to_lr(center), f"{reason}, in {steps} steps"
         )
-
-    def _usual_point(self, rounds: Sequence[Decision], limit: float) -> float | None:
-        """Return the usual rate's point if a coarse candidate near it has at most this loss."""
-        if self.usual_lr is None or limit == 0:  # without a loss there is no noise
-            return None
-        usual, coarse = _PER_DECADE * math.log10(self.usual_lr), _Trials.of(rounds, COARSE)
-        near = (p for p in coarse.alive if 2 * abs(p - usual) <= _SPACING[COARSE])
-        return usual if any(coarse.loss(point) <= limit for point in near) else None
 
 
 def hardly_trained(rounds: Sequence[Decision]) -> CandidateResult | None:

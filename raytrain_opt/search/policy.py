@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol
 
 from raytrain_opt.optim.epoch_steps import EpochSpan
-from raytrain_opt.results import EvalTotals, Metric, TrainTotals
+from raytrain_opt.results import EvalTotals, Metric, Steps, TrainTotals
 
 Score = Literal["val_metric", "val_loss"]
 
@@ -35,9 +35,10 @@ class Candidate:
     weight_decay_factor: float = 1.0
     optimizer: int = 0
 
-    def lrs(self, action: TryCandidates) -> tuple[float, ...]:
-        """Return the rate of each step of its pre-training."""
-        return tuple(self.lr * factor for factor in action.lr_shape)
+    def steps(self, action: TryCandidates) -> Steps:
+        """Return the steps of its pre-training."""
+        lrs = tuple(self.lr * factor for factor in action.lr_shape)
+        return Steps(0, lrs, self.weight_decay_factor, self.optimizer)
 
 
 @dataclass(frozen=True)
@@ -84,14 +85,11 @@ class TryCandidates:
 
 @dataclass(frozen=True)
 class TrainEpoch:
-    """Train the rest of the epoch: `lrs` has the rate of each of its last len(lrs) steps."""
+    """Train the rest of the epoch, which are these steps."""
 
     epoch: int
-    lrs: tuple[float, ...]
+    steps: Steps
     reason: str
-    weight_decay_factor: float = 1.0
-    optimizer: int = 0  # among those of the job; one that did not train so far starts anew
-    held_out: int = 0  # samples of the validation split that others replace
     scores: bool = False  # the validation split, after the epoch
     note: str = ""  # finding that the run reports before the epoch
     restarts: bool = False  # from the initial weights

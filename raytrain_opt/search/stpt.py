@@ -22,6 +22,7 @@ from raytrain_opt.config.learning_rate import LR_SETS, StptPolicy, Warmup
 from raytrain_opt.errors import DivergedError, JobError, Problem
 from raytrain_opt.optim.epoch_steps import EpochSteps
 from raytrain_opt.optim.schedules import warmup_lrs
+from raytrain_opt.results import Steps
 from raytrain_opt.search.policy import (
     Candidate,
     CandidateResult,
@@ -96,7 +97,8 @@ class Stpt(Policy):
             return self._train_without_search(epoch)
         if history.is_decided(epoch):
             decision, beta = history.decisions[-1], self.steps(epoch) - self.alpha_steps(epoch)
-            return TrainEpoch(epoch, (decision.next_base_lr,) * beta, decision.reason)
+            lrs = (decision.next_base_lr,) * beta
+            return TrainEpoch(epoch, self.steps.last(epoch, lrs), decision.reason)
         self._raise_if_all_diverged(epoch, history)
         base_lr = history.latest.next_base_lr if history.latest else self.section.initial
         candidates = tuple(
@@ -119,13 +121,14 @@ class Stpt(Policy):
         """Return an epoch with a single candidate (m = 1): its multiplier still accumulates."""
         (multiplier,) = self.multipliers(epoch)
         lr = self.section.initial * multiplier ** (epoch - self.warmup.epochs)
-        return TrainEpoch(epoch, (lr,) * self.steps(epoch), "a single candidate: no search")
+        steps = Steps(0, (lr,) * self.steps(epoch))
+        return TrainEpoch(epoch, steps, "a single candidate: no search")
 
     def _train_warmup(self, epoch: int) -> TrainEpoch:
         lrs = warmup_lrs(self.warmup, self.section.initial, self.steps.first)
         first = (epoch - 1) * self.steps.first
-        reason = f"warm-up epoch {epoch} of {self.warmup.epochs}"
-        return TrainEpoch(epoch, tuple(lrs[first : first + self.steps.first]), reason)
+        steps = Steps(0, tuple(lrs[first : first + self.steps.first]))
+        return TrainEpoch(epoch, steps, f"warm-up epoch {epoch} of {self.warmup.epochs}")
 
     def _raise_if_all_diverged(self, epoch: int, history: History) -> None:
         failed = [decision for decision in history.rounds_of(epoch) if decision.winner is None]

@@ -72,6 +72,7 @@ class HorizonStpt(Policy):
     channel_norm: bool = True  # the network has BatchNorm, GroupNorm or InstanceNorm
     validation_size: int = 0  # samples of the validation split
     step_flops: float = math.inf  # operations of an update
+    guessing_loss: float = math.inf  # see `evidence`
 
     def schedule(self, optimizer: int) -> RelativeSchedule:
         """Return the schedule of the full training, relative to the peak."""
@@ -137,7 +138,7 @@ class HorizonStpt(Policy):
             for i, optimizer in enumerate(optimizers)
         )
         names = (str(optimizer.name) for optimizer in optimizers)
-        return OptimizerRace(tuple(names), tuple(searches), budget)
+        return OptimizerRace(tuple(names), tuple(searches), budget, self.guessing_loss)
 
     @property
     def _peak_factor(self) -> float:
@@ -236,7 +237,8 @@ class HorizonStpt(Policy):
             if cost <= 1 and self._race(self.optimizers[:1], FEWEST_STEPS).is_possible:
                 reason += f" within learning_rate.max_search_cost; {cost:g} allows one"
         lrs = tuple(peak * part for part in schedule.of_epoch(span))
-        action = TrainEpoch(epoch, lrs, reason, optimizer=optimizer)
+        steps = replace(self.steps.last(epoch, lrs), optimizer=optimizer)
+        action = TrainEpoch(epoch, steps, reason)
         if attempt.number and epoch == attempt.start + 1:
             loss = history.epoch_losses[-1]
             why = f"the training loss is {loss:.3g}"
@@ -254,14 +256,14 @@ class HorizonStpt(Policy):
         decay = decay_by_fit(own, optimizer, sum_of_lrs, size)
         watch = self._watch(attempt)
         if watch is None:
-            return replace(action, weight_decay_factor=decay)
+            return replace(action, steps=replace(steps, weight_decay_factor=decay))
         watched = decay_by_fit(own, optimizer, sum_of_lrs, size, watch)
         trained = epoch - attempt.start
         reports_overfitting = trained == watch.end + 1 and watched > decay
+        held_out = self.validation_size if trained <= watch.end else 0
         return replace(
             action,
-            weight_decay_factor=watched,
-            held_out=self.validation_size if trained <= watch.end else 0,
+            steps=replace(steps, weight_decay_factor=watched, held_out=held_out),
             scores=trained in (watch.start, watch.end),
             note=watch.finding(own) if reports_overfitting else action.note,
         )

@@ -37,7 +37,7 @@ _TIMES = 10.0
 _EPOCHS = 16
 # Without it, a regression in 120 steps ends with an R2 of 0.850 in place of 0.996.
 _MAX_DECAY = 0.2
-# The fit of a network that memorizes: samples that are held out gain nothing at all.
+# The fit of a network that memorizes: held-out samples do not improve.
 _MEMORIZING_FIT = 2.0
 # The same of a network that does not normalize channels.
 _WITHOUT_CHANNEL_NORM = 1.0

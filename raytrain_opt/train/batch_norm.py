@@ -35,6 +35,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import count
 from types import MethodType
 from typing import Any
 
@@ -130,7 +131,7 @@ def pool_statistics(
 ) -> None:
     """Combine the running statistics of all workers of the process group, with one all-reduce.
 
-    Other floating-point buffers become their mean, integers those of rank 0, as with DDP.
+    Other floating-point buffers become their mean; integers become rank 0's, as with DDP.
     SyncBatchNorm layers are equal on all workers and keep every bit. Does nothing without a
     process group of at least two.
 
@@ -193,7 +194,7 @@ def mean_sampling_noise(
     values_per_channel: Mapping[str, float],
     since: Mapping[str, int],
 ) -> dict[str, float]:
-    """Return s of each BatchNorm layer, by name; the arguments are those of `pool_statistics`."""
+    """Return s of each BatchNorm layer, by name; for the arguments see `pool_statistics`."""
     tracked = count_tracked_batches(model)
     return {
         name: _sum_of_squares(layer.momentum, tracked[name], since[name])
@@ -214,7 +215,7 @@ def collect_buffers(
     """Copy the floating-point buffers after `batches` forward passes, with the sampling noise.
 
     For asynchronous training, whose workers compute different numbers of micro-batches
-    (`async_training.buffer_pooling`). The other arguments are those of `pool_statistics`.
+    (`async_training.buffer_pooling`). For the other arguments see `pool_statistics`.
     """
     tracked = count_tracked_batches(model)
     noise = mean_sampling_noise(model, batch_size, values_per_channel, since)
@@ -267,14 +268,31 @@ def _cumulative_averages(model: nn.Module) -> Iterator[None]:
     model.train()
     layers = [layer for layer in _layers(model).values() if layer.training]
     momenta = [layer.momentum for layer in layers]
+    hooks = []
     for layer in layers:
         layer.reset_running_stats()
         layer.momentum = None
+        # With the momentum None, torch reads the number of batches from the device, and waits.
+        passes = count(1)
+        hooks += [
+            layer.register_forward_pre_hook(partial(_set_cumulative_momentum, passes)),
+            layer.register_forward_hook(_unset_momentum),
+        ]
     try:
         yield
     finally:
+        for hook in hooks:
+            hook.remove()
         for layer, momentum in zip(layers, momenta, strict=True):
             layer.momentum = momentum
+
+
+def _set_cumulative_momentum(passes: Iterator[int], layer: _BatchNorm, *_: object) -> None:
+    layer.momentum = 1 / next(passes)
+
+
+def _unset_momentum(layer: _BatchNorm, *_: object) -> None:
+    layer.momentum = None
 
 
 def _layers(model: nn.Module) -> dict[str, _BatchNorm]:

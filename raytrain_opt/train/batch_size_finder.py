@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +19,12 @@ from raytrain_opt.errors import DataError, JobError, Problem
 from raytrain_opt.results import Probe
 from raytrain_opt.search.batch_size.factory import build_strategy, check_sampler
 from raytrain_opt.search.batch_size.strategy import (
-    BatchSizeChoice,
+    ProbeRequest,
     SizeBounds,
     Updates,
     largest_size,
 )
-from raytrain_opt.train.probe import ProbedTraining, measure, open_probe_sampler
+from raytrain_opt.train.batch_size_probe import ProbedTraining, measure, open_probe_sampler
 
 _SECTION: TypeAdapter[BatchSizeSection] = TypeAdapter(BatchSizeSection)
 
@@ -103,21 +103,21 @@ class MinibatchSizeOptimizer:
             autocast,
             scaler or torch.amp.GradScaler(device.type, enabled=False),
         )
-        samples = len(dataset)  # type: ignore[arg-type]
+        return self._search(training, len(dataset), epochs)  # type: ignore[arg-type]
+
+    def _search(
+        self, training: ProbedTraining, samples: int, epochs: int | None
+    ) -> MinibatchChoice:
         largest = largest_size(self.section, self.section.initial, samples, epochs)
         strategy = build_strategy(self.section, SizeBounds(largest, samples))
         probes: list[Probe] = []
         sampler = open_probe_sampler(self.section, training.device, torch.get_num_threads())
-        try:
-            while True:
-                proposal = strategy.propose(probes)
-                if isinstance(proposal, BatchSizeChoice):
-                    left = Updates.count(samples, proposal.batch_size, epochs)
-                    reason = f"{proposal.reason}; updates: {left}"
-                    return MinibatchChoice(proposal.batch_size, reason, tuple(probes))
+        with closing(sampler):
+            while isinstance(proposal := strategy.propose(probes), ProbeRequest):
                 probes.append(measure(training, proposal.batch_size, self.section, sampler))
-        finally:
-            sampler.close()
+        left = Updates.count(samples, proposal.batch_size, epochs)
+        reason = f"{proposal.reason}; updates: {left}"
+        return MinibatchChoice(proposal.batch_size, reason, tuple(probes))
 
 
 def endless_batches(

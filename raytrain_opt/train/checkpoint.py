@@ -18,8 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from annotated_types import MinLen
 from pydantic import TypeAdapter, ValidationError
 
 from raytrain_opt.config.schema import CheckpointSection
@@ -69,7 +70,7 @@ class Checkpoint:
 class _Index:
     """The content of index.json; other keys are ignored: under a URI there is `lease`."""
 
-    checkpoints: list[Checkpoint]
+    checkpoints: Annotated[list[Checkpoint], MinLen(1)]  # it is written with the first one
 
 
 _INDEX = TypeAdapter(_Index)

@@ -1,12 +1,14 @@
-"""Data parallelism of one process: a single process, or DistributedDataParallel (DDP)."""
+"""Data parallelism of one process: a single process, or DistributedDataParallel (DDP); sums."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from inspect import signature
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,11 +24,14 @@ from torch.utils.hooks import RemovableHandle
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.updates import ParallelSection
 from raytrain_opt.errors import JobError, Problem
-from raytrain_opt.train.background import start_thread
+from raytrain_opt.results import EvalTotals, TrainTotals
+from raytrain_opt.threads import start_thread
 from raytrain_opt.train.gradient_noise import NoiseTracker, Pair, Scale
 from raytrain_opt.train.load_balance import LoadBalance, MeasuredShares
 from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.step_check import unused_parameters
+
+Totals = TypeVar("Totals", bound=TrainTotals | EvalTotals)
 
 _DDP_ARGUMENTS = signature(DistributedDataParallel).parameters
 # torch 2.15 gave `broadcast_buffers` a new name and warns about the old one.
@@ -277,3 +282,37 @@ def bucket_arguments(
     if sizes_mib is None:
         return {}
     return {"bucket_cap_mb_list": sizes_mib} if takes_list else {"bucket_cap_mb": sizes_mib[-1]}
+
+
+def reduce_sums(values: Sequence[float], device: torch.device) -> list[float]:
+    """Sum each value over the process group, in float64; without a group, return the values."""
+    if not dist.is_initialized():
+        return list(values)
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor)
+    return [float(value) for value in tensor.tolist()]
+
+
+def sum_over_ranks(totals: Totals, device: torch.device) -> Totals:
+    """Return the totals of the process group; times are this rank's."""
+    if isinstance(totals, EvalTotals):
+        columns = (totals.samples, totals.loss_squares, *totals.sums.values())
+        samples, squares, *sums = reduce_sums(columns, device)
+        named = dict(zip(totals.sums, sums, strict=True))
+        failure = _first_failure(totals.failure, sum(sums))
+        scored = replace(totals, samples=int(samples), sums=named, loss_squares=squares)
+        return replace(scored, failure=failure)
+    values = (totals.samples, totals.loss_sum, totals.skipped)
+    samples, loss_sum, skipped = reduce_sums(values, device)
+    failure = _first_failure(totals.failure, loss_sum)
+    summed = replace(totals, samples=int(samples), loss_sum=loss_sum, skipped=int(skipped))
+    return replace(summed, failure=failure)
+
+
+def _first_failure(own: str, total: float) -> str:
+    """Return the failure of the first rank that has one, where the total of all is not finite."""
+    if math.isfinite(total) or not dist.is_initialized():
+        return own
+    of_ranks = [own] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)
+    return next(filter(None, of_ranks), "")

@@ -76,7 +76,7 @@ class NoiseTracker:
     def begin_phase(self, steps: int, per_worker: float, scale: Scale) -> None:
         """Begin a phase of `steps` complete batches, and drop an interrupted one.
 
-        The other arguments are those of `GradientNormMeter.finish`.
+        For the other arguments see `GradientNormMeter.finish`.
         """
         self._per_worker, self._scale = per_worker, scale
         self._meter = GradientNormMeter(self._model)

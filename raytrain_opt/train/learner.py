@@ -1,13 +1,13 @@
 """What one process does in training: train some steps, evaluate, load and capture a state.
 
-Each worker, slot or probing process builds one `Learner`, which lives as long as the run. It
+Each worker or slot builds one `Learner`, which lives as long as the run. It
 knows nothing of Ray. Its training loop never waits for the device: the sums of losses and
 metrics stay there until the end of a phase, that is, of one call of `train` or `evaluate`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -35,19 +35,24 @@ from raytrain_opt.optim.factory import (
     update_weights,
 )
 from raytrain_opt.random_state import find_generators, seed_all, seeded
-from raytrain_opt.results import BufferUpdates, EvalTotals, GradientNorms, Split, TrainTotals
+from raytrain_opt.results import (
+    BufferUpdates,
+    EvalTotals,
+    GradientNorms,
+    Split,
+    Steps,
+    TrainTotals,
+)
 from raytrain_opt.train import batch_norm
-from raytrain_opt.train.compilation import compile_model, eager
 from raytrain_opt.train.data_parallel import Parallel
 from raytrain_opt.train.evaluation import Evaluator
+from raytrain_opt.train.kernels import autocast_dtype, choose_kernels, compile_model, eager
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.phase import Phase, describe, failed_steps
-from raytrain_opt.train.precision import autocast_dtype, choose_kernels
-from raytrain_opt.train.replicas import compare_ranks
+from raytrain_opt.train.phase_checks import UpdateCheck, compare_ranks
 from raytrain_opt.train.state import TrainingState, capture, restore
 from raytrain_opt.train.task import build_task, find_metric_names
-from raytrain_opt.train.update_check import UpdateCheck
 
 # Enough to score candidates in trials; statistics that belong to other weights cost 10 to 50
 # points of accuracy in the AlgoPerf benchmark.
@@ -163,58 +168,53 @@ class Learner:
     def train(
         self,
         epoch: int,
-        first_step: int,
-        lrs: Sequence[float],
+        steps: Steps,
         micro_batches: MicroBatches,
         on_step: OnStep = lambda _: None,
-        weight_decay_factor: float = 1.0,
-        optimizer: int = 0,
         *,
         search: bool = False,
-        held_out: int = 0,
     ) -> TrainTotals:
-        """Train one step of `epoch` per learning rate, starting at `first_step`.
+        """Train steps of `epoch`.
 
         The gradients of several micro-batches are accumulated into one update: the result is
         the same as if one worker per micro-batch computed it. The same arguments from the same
-        state give the same result, whatever ran before. `weight_decay_factor` multiplies the
-        configured weight decay. `optimizer`: position among those of the job; one that did not
-        train before starts anew. In a `search` the validation split is held out; `held_out` of
-        its samples are replaced by others. With averaging, the model has the averaged weights
-        afterwards, whose statistics `sync_batch_norm_stats` takes.
+        state give the same result, whatever ran before. In a `search` the validation split is
+        held out. With averaging, the model has the averaged weights afterwards, whose statistics
+        `sync_batch_norm_stats` takes.
         """
-        self._use_optimizer(optimizer)
+        self._use_optimizer(steps.optimizer)
         grown = self._grown(epoch, micro_batches)
-        self._begin_phase(epoch, grown, search=search, held_out=held_out)
+        self._begin_phase(epoch, grown, search=search, held_out=steps.held_out)
         phase, parallel, batch_size = self._phase, self.parallel, self._global_batch_size(epoch)
-        set_weight_decays(self.optimizer, [weight_decay_factor * d for d in self._weight_decays])
+        factor = steps.weight_decay_factor
+        set_weight_decays(self.optimizer, [factor * decay for decay in self._weight_decays])
         averaging.use_training_weights(self.optimizer)
         parallel.forward.train()
-        steps = min(first_step + len(lrs), self._epoch_size // batch_size) - first_step
+        count = min(steps.end, self._epoch_size // batch_size) - steps.first
         parallel.begin_phase(
-            steps, phase.micro_batches, self.scaler.scale, lambda: self.data.read_ahead, search
+            count, phase.micro_batches, self.scaler.scale, lambda: self.data.read_ahead, search
         )
-        momentum_warmup = self.config.optimizers[optimizer].momentum_warmup
+        momentum_warmup = self.config.optimizers[steps.optimizer].momentum_warmup
         epoch_per_step = batch_size / self.info.train_size
         batches = self.micro_batches_at(
-            (first_step + update, index)
-            for update in range(len(lrs))
+            (steps.first + update, index)
+            for update in range(len(steps.lrs))
             for index in parallel.indices(update)
         )
-        for update, lr in enumerate(lrs):
+        for update, lr in enumerate(steps.lrs):
             if on_step(update):
                 break
             set_lr(self.optimizer, lr)
-            epochs_done = epoch - 1 + (first_step + update) * epoch_per_step
+            epochs_done = epoch - 1 + (steps.first + update) * epoch_per_step
             set_momentum(self.optimizer, momentum_warmup, epochs_done)
-            self._train_step(first_step + update, parallel.indices(update), batches)
+            self._train_step(steps.first + update, parallel.indices(update), batches)
             if not self._ranks_were_compared:  # once early, as a phase may take hours
                 self._ranks_were_compared = True
                 self._compare_ranks(pooled=False)
         if phase.steps > 1 and phase.failure is None:
             self._update_check.end_phase()
         averaging.use_averaged_weights(self.optimizer)
-        if phase.steps < len(lrs):
+        if phase.steps < len(steps.lrs):
             self._stop_phase()
         pairs = parallel.end_phase()
         norms = GradientNorms(self._micro_batch_size(), batch_size, pairs) if pairs else None
@@ -290,7 +290,7 @@ class Learner:
         return self._phase.failure
 
     def begin_micro_batches(self, epoch: int, count: int, held_out: int = 0) -> None:
-        """Begin a phase of single micro-batches (`add_gradient`), of which `count` are a step."""
+        """Begin a phase of single micro-batches (`add_gradient`); `count` of them make a step."""
         self._begin_phase(epoch, MicroBatches(range(1), count), held_out=held_out)
         self.model.train()
 

@@ -2,7 +2,7 @@
 
 Synchronous training takes as long as its slowest worker. With more micro-batches than workers,
 a worker of speed v_w computes a fraction v_w / sum(v) of them, and all finish at the same time;
-DDP's mean over unequal shares is that of `train.micro_batches`. The speeds are measured while
+DDP's mean over unequal shares is computed in `train.micro_batches`. The speeds are measured while
 training: from the end of an update to the moment when a worker's last gradient is ready, which
 includes its wait for data and leaves out its wait for others and the first update of a phase.
 Source: Chen, Wang and others, Semi-Dynamic Load Balancing: Efficient Distributed Learning in

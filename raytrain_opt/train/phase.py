@@ -24,7 +24,9 @@ _OUT_OF_MEMORY_TEXTS = (
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_NOT_SUPPORTED",
     "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "unable to find an engine to execute this computation",  # no room for any plan of cuDNN
     "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",  # no room for its handle
     "can't allocate memory",
     "not enough memory",
 )

@@ -60,7 +60,7 @@ def names_torchvision_weights(section: ModelSection) -> bool:
 def fit_pretrained(
     own: Mapping[str, Tensor], pretrained: Mapping[str, Tensor], num_classes: int
 ) -> dict[str, Tensor]:
-    """Return the pretrained tensors that the network takes; those of its head may be missing.
+    """Return the pretrained tensors that the network takes; its head may be missing.
 
     The head is the one layer whose tensors differ in their first axis only, which is
     `num_classes` in the network. Files of torchvision fit as well: old ones without BatchNorm's
@@ -89,8 +89,8 @@ def fit_pretrained(
         own[n].shape[1:] == pretrained[n].shape[1:] and own[n].shape[:1] == (num_classes,)
         for n in different
     )
-    unfit = set() if fits else different
-    shapes = {f"{n} {list(pretrained[n].shape)} for {list(own[n].shape)}" for n in unfit}
+    mismatched = set() if fits else different
+    shapes = {f"{n} {list(pretrained[n].shape)} for {list(own[n].shape)}" for n in mismatched}
     common = [n for n in own if n in pretrained and own[n].is_floating_point()]
     numbers = ((n, pretrained[n]) for n in common)
     bad = {n for n, t in numbers if not (t.is_floating_point() and t.isfinite().all())}

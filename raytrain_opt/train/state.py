@@ -41,7 +41,7 @@ _MEMORY_ORDER = {"channels_last": (0, 2, 3, 1), "channels_last_3d": (0, 2, 3, 4,
 class PackedTensor:
     """One tensor as bytes in memory order, with the shape and the name of that order.
 
-    `trains`: it is a parameter, of which the gradient changes the value.
+    `trains`: it is a parameter that gradients change.
     """
 
     data: np.ndarray[Any, np.dtype[np.uint8]]
@@ -83,7 +83,7 @@ class TrainingState:
 
     tensors: dict[str, PackedTensor]  # by dotted name
     # Not tensors. `stopped`: what a phase that was stopped continues with (`Learner`);
-    # `optimizer_index`: position of the optimizer among those of the job.
+    # `optimizer_index`: position among the optimizers of the job.
     plain: dict[str, Any]
 
     @property

@@ -80,10 +80,20 @@ def check_steps(
         if _different(used, _evaluate(task, model, test)):
             raise _depends("an evaluation with weights that were loaded", changed)
     model.zero_grad(set_to_none=True)
+    written = [name for name in _different(start, reached) if name in parameters]
+    return _problems_of_several(parameters, (first, other), written)
+
+
+def _problems_of_several(
+    parameters: Mapping[str, nn.Parameter],
+    steps: Sequence[Mapping[str, Tensor]],
+    written: list[str],
+) -> list[Problem]:
+    """Return why several workers cannot train; `steps`: two, with the gradients that they have."""
     trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
-    unused = [sorted(trained - step.keys()) for step in (first, other)]
+    unused = [sorted(trained - step.keys()) for step in steps]
     problems = [unused_parameters(max(unused, key=len), at_random=unused[0] != unused[1])]
-    if written := [name for name in _different(start, reached) if name in parameters]:
+    if written:
         rule = (
             f"forward changes parameters itself ({first_of(written)}): with several workers, each "
             "has other samples, so their weights would differ"

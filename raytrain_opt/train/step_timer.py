@@ -17,7 +17,7 @@ STEP_PARTS = ("data_wait_s", "copy_s", "forward_s", "backward_s", "update_s")
 
 
 class StepTimer:
-    """Time marks in a training loop; this class has those of the CPU."""
+    """Time marks in a training loop, by the clock of the CPU."""
 
     def __init__(self) -> None:
         self._marks_s: list[float] = []

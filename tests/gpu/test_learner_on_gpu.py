@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 from raytrain_opt.config.schema import Job
 from raytrain_opt.data import load_shared_data
+from raytrain_opt.results import Steps
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -43,7 +44,7 @@ def test_digits_are_learned(precision: str) -> None:
     on_gpu = learner(CUDA, precision=precision, **plain)
     steps = on_gpu.info.steps_per_epoch(64)
     for epoch in range(1, 7):
-        totals = on_gpu.train(epoch, 0, [0.1] * steps, ONE)
+        totals = on_gpu.train(epoch, Steps(0, (0.1,) * steps), ONE)
     assert totals.samples == steps * 64
     assert on_gpu.evaluate("test").means["accuracy"] > 0.9
 
@@ -52,7 +53,7 @@ def test_digits_are_learned(precision: str) -> None:
 def test_a_compiled_model_trains_as_an_eager_one(mode: str) -> None:
     strict: dict[str, Any] = {"precision": "fp32_strict", "optimizer": "SGD", "average": None}
     losses = [
-        learner(CUDA, compile=setting, **strict).train(1, 0, [0.1] * 5, ONE).loss
+        learner(CUDA, compile=setting, **strict).train(1, Steps(0, (0.1,) * 5), ONE).loss
         for setting in ("off", mode)
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
@@ -61,7 +62,7 @@ def test_a_compiled_model_trains_as_an_eager_one(mode: str) -> None:
 @pytest.mark.parametrize("channels_last", [True, False])
 def test_a_state_moves_bit_exactly(channels_last: bool) -> None:
     first = learner(CUDA, channels_last=channels_last)
-    first.train(1, 0, [0.1] * 5, ONE)
+    first.train(1, Steps(0, (0.1,) * 5), ONE)
     state = first.state(copy=False)
     second = learner(CUDA, channels_last=channels_last, seed=1)
     second.load(state)
@@ -99,11 +100,11 @@ def test_the_batches_equal_those_on_the_cpu(changes: dict[str, Any]) -> None:
 )
 def test_no_step_waits_for_the_device(changes: dict[str, Any]) -> None:
     on_gpu = learner(CUDA, **changes)
-    on_gpu.train(1, 0, [0.1] * 3, ONE)
+    on_gpu.train(1, Steps(0, (0.1,) * 3), ONE)
     try:
         torch.cuda.set_sync_debug_mode("warn")
         with pytest.warns(UserWarning, match="synchroniz") as caught:
-            on_gpu.train(1, 3, [0.1] * 8, ONE)
+            on_gpu.train(1, Steps(3, (0.1,) * 8), ONE)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     # The sums are read once, at the end; copies of batches come from pinned memory.
@@ -112,7 +113,7 @@ def test_no_step_waits_for_the_device(changes: dict[str, Any]) -> None:
 
 def test_released_memory_is_free_for_the_other_pool() -> None:
     on_gpu = learner(CUDA)
-    on_gpu.train(1, 0, [0.1] * 3, ONE)
+    on_gpu.train(1, Steps(0, (0.1,) * 3), ONE)
     before = torch.cuda.memory_reserved()
     on_gpu.release_memory()
     assert torch.cuda.memory_reserved() <= before

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from raytrain_opt.config.schema import Job
 from raytrain_opt.data import load_shared_data
-from raytrain_opt.results import TrainTotals
+from raytrain_opt.results import Steps, TrainTotals
 from raytrain_opt.train.data_parallel import Parallel, distribute
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
@@ -77,22 +77,22 @@ def train(rank: int, world_size: int, changes: dict[str, Any]) -> dict[str, Any]
     learner = build(world_size, changes)
     count = world_size if learner.config.parallel.mode == "balanced" else MICRO_BATCHES
     micro_batches = MicroBatches.for_rank(rank, [1.0] * world_size, count)
-    totals = learner.train(1, 0, LRS, micro_batches)
+    totals = learner.train(1, Steps(0, LRS), micro_batches)
     learner.sync_batch_norm_stats()
     middle = learner.state(copy=True)
     digests = []
     for _ in range(2):
         learner.load(middle)
-        grown = learner.train(2, 0, LRS, micro_batches)
+        grown = learner.train(2, Steps(0, LRS), micro_batches)
         learner.sync_batch_norm_stats()
         digests.append(learner.state(copy=True).digest())
     weights = {n: t.detach().clone() for n, t in learner.model.named_parameters()}
     learner.load(middle)
-    learner.train(2, 0, LRS, micro_batches, lambda done: done == 1)
+    learner.train(2, Steps(0, LRS), micro_batches, lambda done: done == 1)
     learner.sync_batch_norm_stats()
     resumed = build(world_size, changes)
     resumed.load(learner.state(copy=True))
-    resumed.train(2, 1, LRS[1:], micro_batches)
+    resumed.train(2, Steps(1, LRS[1:]), micro_batches)
     resumed.sync_batch_norm_stats()
     norms = grown.norms
     return {
@@ -129,22 +129,24 @@ def train_with_a_slow_rank(
     weights: list[dict[str, torch.Tensor]] = []
     smallest = False
     while len(samples) < 2 or (len(samples) < 10 and not smallest):
-        by_rank = gather_samples(learner.train(1, 0, (0.01,) * 7, micro_batches), rank, world_size)
+        by_rank = gather_samples(
+            learner.train(1, Steps(0, (0.01,) * 7), micro_batches), rank, world_size
+        )
         learner.sync_batch_norm_stats()
         smallest = (by_rank <= by_rank[-1]).sum().item() == 1
         samples.append(by_rank.tolist())
         weights.append({n: t.detach().clone() for n, t in learner.model.named_parameters()})
     start = learner.state(copy=True)
-    stopped = learner.train(1, 0, (0.01,) * 7, micro_batches, lambda done: done == 2)
+    stopped = learner.train(1, Steps(0, (0.01,) * 7), micro_batches, lambda done: done == 2)
     learner.sync_batch_norm_stats()
     state = learner.state(copy=True)
     learner.load(start)
-    learner.train(1, 0, (0.01,) * 7, micro_batches)
+    learner.train(1, Steps(0, (0.01,) * 7), micro_batches)
     at_once = {n: t.detach().clone() for n, t in learner.model.named_parameters()}
     learner.close()
     resumed = build(world_size, values)
     resumed.load(state)
-    rest = resumed.train(1, 2, (0.01,) * 5, micro_batches)
+    rest = resumed.train(1, Steps(2, (0.01,) * 5), micro_batches)
     resumed.close()
     parts = [gather_samples(totals, rank, world_size).tolist() for totals in (stopped, rest)]
     return {
@@ -320,7 +322,7 @@ def continue_alone(case: str, state: Any) -> dict[str, torch.Tensor]:
     """Train the steps that are left of the phase in one process; return its weights."""
     learner = build(1, OPTIMIZERS[case])
     learner.load(state)
-    learner.train(1, DEATH, RATES[DEATH:], MicroBatches(range(1), 1))
+    learner.train(1, Steps(DEATH, RATES[DEATH:]), MicroBatches(range(1), 1))
     return weights_of(learner)
 
 
@@ -331,7 +333,7 @@ def weights_of(learner: Learner) -> dict[str, torch.Tensor]:
 def train_alone(case: str) -> dict[str, Any]:
     learner = build(1, OPTIMIZERS[case])
     micro_batches = MicroBatches(range(1), 1)
-    totals = learner.train(1, 0, RATES, micro_batches, lambda done: done == DEATH)
+    totals = learner.train(1, Steps(0, RATES), micro_batches, lambda done: done == DEATH)
     return {
         "totals": numbers(totals),
         "weights": weights_of(learner),
@@ -351,7 +353,7 @@ def lose_the_last_rank(case: str, rank: int, world_size: int) -> dict[str, Any]:
 
     micro_batches = MicroBatches.for_rank(rank, [1.0] * world_size, world_size)
     with pytest.raises(RuntimeError, match="gloo"):
-        learner.train(1, 0, RATES, micro_batches, on_step)
+        learner.train(1, Steps(0, RATES), micro_batches, on_step)
     totals = learner.end_broken_phase()
     assert totals is not None
     weights, state = weights_of(learner), learner.state(copy=True)

@@ -14,6 +14,7 @@ from torch import nn
 
 from raytrain_opt.config.schema import Compile, Job
 from raytrain_opt.data import load_shared_data
+from raytrain_opt.results import Steps
 from raytrain_opt.train.data_parallel import distribute
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
@@ -61,11 +62,11 @@ def run_rank(rank: int, world_size: int, folder: Path) -> Results:
     else:
         for trained in (learner("off", world_size), compiled):
             results[trained.compiled] = {
-                "loss": trained.train(1, 0, LRS, own).loss,
+                "loss": trained.train(1, Steps(0, LRS), own).loss,
                 "weights": [p.detach().clone() for p in trained.model.parameters()],
             }
         middle.write_bytes(pickle.dumps(compiled.state(copy=True)))
-    compiled.train(1, 2, LRS, own)
+    compiled.train(1, Steps(2, LRS), own)
     counters = torch._dynamo.utils.counters
     return results | {
         "end": compiled.state(copy=True).digest(),

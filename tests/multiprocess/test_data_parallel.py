@@ -20,15 +20,15 @@ from raytrain_opt.commands.shard import write_shards
 from raytrain_opt.config.schema import Job
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.data.in_memory_sets import DatasetArrays
-from raytrain_opt.execution.rescale import resolve_lr_scaling
+from raytrain_opt.execution.resolve import Placement, settle
 from raytrain_opt.optim.epoch_steps import epoch_steps
+from raytrain_opt.results import Steps
 from raytrain_opt.search.factory import build_policy
 from raytrain_opt.search.policy import History, TrainEpoch
-from raytrain_opt.train.data_parallel import Parallel, distribute
+from raytrain_opt.train.data_parallel import Parallel, distribute, reduce_sums
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
-from raytrain_opt.train.reductions import reduce_sums
 from tests.support.process_group import Results, run_ranks
 from tests.support.small_jobs import large_batch_job
 
@@ -110,14 +110,14 @@ def train_two_phases(
             buffer.fill_(BATCHES_BEFORE)
     own_indices = range(rank, rank + 1) if world_size > 1 else range(WORKERS)
     micro_batches = MicroBatches(own_indices, WORKERS)
-    totals = learner.train(1, 0, FIRST, micro_batches)
+    totals = learner.train(1, Steps(0, FIRST), micro_batches)
     own_buffers = buffers(learner)
     learner.sync_batch_norm_stats()
     middle = learner.state(copy=True)
     end_digests = []
     for _ in range(2):
         learner.load(middle)
-        learner.train(1, len(FIRST), SECOND, micro_batches)
+        learner.train(1, Steps(len(FIRST), SECOND), micro_batches)
         learner.sync_batch_norm_stats()
         end_digests.append(learner.state(copy=True).digest())
     return {
@@ -152,7 +152,7 @@ def train_to_the_end_of_an_epoch(
     )
     micro_batches = MicroBatches.for_rank(rank, [1.0] * world_size, workers)
     first_step = learner.info.train_size // (11 * workers) - len(FIRST) + 1
-    totals = learner.train(1, first_step, FIRST, micro_batches)
+    totals = learner.train(1, Steps(first_step, FIRST), micro_batches)
     weights = {name: p.detach().clone() for name, p in learner.model.named_parameters()}
     return {"samples": totals.samples, "weights": weights}
 
@@ -185,7 +185,9 @@ def train_from_shards(folder: Path, rank: int, world_size: int) -> dict[str, Any
             learner.load(states[-1])
         micro_batches = MicroBatches.for_rank(rank, [1.0] * world_size, WORKERS)
         rates = (0.1,) * (4 - first)
-        totals = learner.train(1, first, rates, micro_batches, on_step=partial(eq, stop - first))
+        totals = learner.train(
+            1, Steps(first, rates), micro_batches, on_step=partial(eq, stop - first)
+        )
         samples.append(totals.samples)
         states.append(learner.state(copy=True))
         learner.close()
@@ -198,7 +200,8 @@ def train_from_shards(folder: Path, rank: int, world_size: int) -> dict[str, Any
 
 def train_large_batch(arrays: DatasetArrays, rank: int, world_size: int) -> dict[str, Any]:
     """Train three epochs with all parts for large batches together, and evaluate."""
-    large = resolve_lr_scaling(large_batch_job(Path()))
+    large = large_batch_job(Path())
+    large = settle(large, Placement.from_job(large), large.global_batch_size)
     connect = distribute if world_size > 1 else Parallel
     learner = Learner(LearnerConfig.from_job(large), arrays, CPU, connect)
     steps = epoch_steps(learner.info.train_size, large.global_batch_size, large.batch_ramp.steps)
@@ -206,7 +209,7 @@ def train_large_batch(arrays: DatasetArrays, rank: int, world_size: int) -> dict
     for epoch in range(1, large.epochs + 1):
         plan = policy.next(epoch, History())
         assert isinstance(plan, TrainEpoch)
-        learner.train(epoch, 0, plan.lrs, MicroBatches.for_rank(rank, [1.0] * world_size, WORKERS))
+        learner.train(epoch, plan.steps, MicroBatches.for_rank(rank, [1.0] * world_size, WORKERS))
         learner.sync_batch_norm_stats()
     return {
         "digest": learner.state(copy=True).digest(),

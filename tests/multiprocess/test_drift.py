@@ -21,8 +21,9 @@ from raytrain_opt.errors import JobError
 from raytrain_opt.pools.commands import Pretrain
 from raytrain_opt.pools.in_process import InProcessStates
 from raytrain_opt.pools.worker import Worker
+from raytrain_opt.results import Steps
 from raytrain_opt.search.policy import Candidate, TryCandidates
-from raytrain_opt.train import replicas
+from raytrain_opt.train import phase_checks
 from raytrain_opt.train.data_parallel import Parallel, distribute
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
@@ -123,7 +124,7 @@ def train(world_size: int, lr: float = 0.01, **changes: Any) -> tuple[str, str, 
     learner = build(world_size, **changes)
     own = MicroBatches.for_rank(rank(), [1.0] * world_size, world_size)
     try:
-        learner.train(1, 0, (lr,) * 4, own)
+        learner.train(1, Steps(0, (lr,) * 4), own)
         learner.sync_batch_norm_stats()
     except JobError as error:
         return str(error), "", 0
@@ -239,7 +240,7 @@ def raise_always(world_size: int) -> str:
 
 def run_rank(rank: int, world_size: int, folder: Path) -> Results:
     results: dict[str, Any] = {name: train(world_size, **case) for name, case in CASES.items()}
-    replicas._processor = lambda _: f"kind {rank}"
+    phase_checks._processor = lambda _: f"kind {rank}"
     results["unlike processors"] = train(world_size, **CASES["state"])
     results["candidates"] = try_candidates(world_size)
     results["always"] = raise_always(world_size)

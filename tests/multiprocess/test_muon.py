@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from raytrain_opt.config.schema import Job
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.optim import muon
+from raytrain_opt.results import Steps
 from raytrain_opt.train.data_parallel import Parallel, distribute
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
@@ -65,11 +66,11 @@ def train(ns_dtype: str, rank: int, world_size: int) -> dict[str, Any]:
     micro_batches = MicroBatches.for_rank(rank, [1.0] * world_size, MICRO_BATCHES)
     work: list[int] = []
     with mock.patch.object(muon, "orthogonalize", counted(work)):
-        learner.train(1, 0, LRS, micro_batches)
+        learner.train(1, Steps(0, LRS), micro_batches)
     middle, ends = learner.state(copy=True), []
     for _ in range(2):
         learner.load(middle)
-        learner.train(1, len(LRS), LRS, micro_batches)
+        learner.train(1, Steps(len(LRS), LRS), micro_batches)
         ends.append(learner.state(copy=True).digest())
     return {
         "matrices_per_step": sum(work) / len(LRS),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from raytrain_opt.config.schema import Job
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.data.in_memory_sets import DatasetArrays
+from raytrain_opt.results import Steps
 from raytrain_opt.train import gradient_noise
 from raytrain_opt.train.data_parallel import distribute
 from raytrain_opt.train.learner import Learner
@@ -82,7 +83,7 @@ def measure_constant_weights(
     epoch = 2 if learner.config.batch_ramp.steps else 1
     factor = learner.config.batch_ramp.steps[0].factor if learner.config.batch_ramp.steps else 1
     micro_batches = MicroBatches(range(rank, rank + 1), world_size)
-    norms = learner.train(epoch, 0, (0.0,) * CONSTANT_STEPS, micro_batches).norms
+    norms = learner.train(epoch, Steps(0, (0.0,) * CONSTANT_STEPS), micro_batches).norms
     size = learner.config.global_batch_size * factor
     return {
         "norms": None if norms is None else vars(norms),
@@ -99,8 +100,8 @@ def train_twice(
         world_size, arrays, {"batch_ramp": {"steps": [{"epoch": 2, "factor": 2}]}, **changes}
     )
     micro_batches = MicroBatches(range(rank, rank + 1), world_size)
-    first = learner.train(1, 0, (0.05,) * STEPS, micro_batches).norms
-    second = learner.train(2, 0, (0.02,) * 2, micro_batches).norms
+    first = learner.train(1, Steps(0, (0.05,) * STEPS), micro_batches).norms
+    second = learner.train(2, Steps(0, (0.02,) * 2), micro_batches).norms
     return {
         "state": learner.state(copy=True).digest(),
         "weights": [p.detach().clone() for p in learner.model.parameters()],

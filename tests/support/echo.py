@@ -1,6 +1,7 @@
 """Residents that compute nothing, for failures of processes.
 
-Importing this imports no torch, so that such a process starts in a second.
+Workers are a process group, as in a run. Importing this imports no torch, so that a slot starts in
+a second.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from raytrain_opt.pools.commands import (
     Pretrain,
     SendCandidateState,
 )
-from raytrain_opt.pools.resident_config import ResidentConfig
-from raytrain_opt.pools.state_store import ObjectStore
+from raytrain_opt.pools.programs import ResidentConfig, SynchronousWorkers
+from raytrain_opt.pools.resident import Group
+from raytrain_opt.pools.state_store import GroupObjectStore, ObjectStore
 
 # Of each command.
 STEPS = 8
@@ -43,6 +45,9 @@ class Echo:
     Raises in `send_initial_state`, as a user's function would.
     """
 
+    def __init__(self, states: Any = STATES) -> None:
+        self.states = states
+
     def handle(self, command: Command, on_step: OnStep) -> Any:
         for done in range(STEPS):
             on_step(done, STEPS)
@@ -50,9 +55,10 @@ class Echo:
             case SendCandidateState():
                 return STATES.put("candidate", CANDIDATE)
             case MainTrain():
-                return STATES.put(f"{command.epoch}", STATES.get(command.state) + b", trained")
+                content = self.states.get(command.state) + b", trained"
+                return self.states.put(f"{command.epoch}", content)
             case Pretrain() | Evaluate():
-                return Done(command.name, STATES.get(command.state))
+                return Done(command.name, self.states.get(command.state))
         raise ValueError("planted failure")
 
     def steps_before_failure(self, _: Command) -> None: ...
@@ -62,24 +68,27 @@ class Echo:
 
 @dataclass(frozen=True)
 class EchoWorkers:
-    """Implements `pools.resident_config.WorkerProgram`. `environment`: of the processes."""
+    """Implements `pools.programs.WorkerProgram`. `environment`: of the processes."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
     forms_group: ClassVar[bool] = True  # one death restarts all, as in a process group
 
     def trainer(self, config: ResidentConfig) -> Callable[..., Any]:
-        from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+        make_trainer = SynchronousWorkers().trainer(config)
 
-        def make(**arguments: Any) -> DataParallelTrainer:
+        def make(**arguments: Any) -> Any:
             arguments["run_config"].worker_runtime_env = {"env_vars": dict(self.environment)}
-            return DataParallelTrainer(**arguments)
+            return make_trainer(**arguments)
 
         return make
 
-    def make_handler(self, config: ResidentConfig, context: Any) -> Echo:
-        return Echo()
+    def join_group(self, context: Any) -> Group:
+        return SynchronousWorkers().join_group(context)
+
+    def make_handler(self, config: ResidentConfig, context: Any, group: Group) -> Echo:
+        return Echo(GroupObjectStore(group))
 
 
 def make_echo_slot(config: ResidentConfig, index: int) -> Echo:
-    """Take the place of `pools.resident_config.make_training_slot`."""
+    """Take the place of `pools.programs.make_training_slot`."""
     return Echo()

@@ -27,10 +27,10 @@ from raytrain_opt.pools.commands import (
     SendCandidateState,
     StateRef,
 )
+from raytrain_opt.pools.programs import ResidentConfig
 from raytrain_opt.pools.ray_pool import RayPool, running
-from raytrain_opt.pools.relay import FAN_OUT
-from raytrain_opt.pools.resident_config import ResidentConfig
 from raytrain_opt.pools.state_store import RayStateStore
+from raytrain_opt.results import Steps
 from raytrain_opt.search.policy import Candidate, TryCandidates
 from raytrain_opt.train.learner_config import LearnerConfig
 from tests.support.echo import DRIVERS, STEPS, EchoWorkers, make_echo_slot
@@ -65,7 +65,7 @@ class EchoPools:
         return SendCandidateState(self.pretrain(epoch), Candidate(0, 1.0, 0.1), 0)
 
     def main_train(self, epoch: int) -> MainTrain:
-        return MainTrain(self.start, epoch, 0, (0.1,) * STEPS)
+        return MainTrain(self.start, epoch, Steps(0, (0.1,) * STEPS))
 
     def contents(self, replies: dict[int, StateRef]) -> dict[int, object]:
         """Return the contents of the states that residents have sent."""
@@ -84,14 +84,9 @@ def echo_pools(
     faults: Sequence[dict[str, Any]] = (),
     max_restarts: int = 3,
     no_progress_s: float = 120,
-    fan_out: int = FAN_OUT,
 ) -> Iterator[EchoPools]:
-    """Start pools of these sizes and end them as a run does.
-
-    `faults`: see `tests.support.faults`. `fan_out`: callers of the mailbox, and of a relay, at
-    most.
-    """
-    mailbox = start_mailbox(None)
+    """Start pools of these sizes and end them as a run does. `faults`: `tests.support.faults`."""
+    mailbox = start_mailbox([ray.put(None)])
     launcher = start_launcher(local=False, start_s=120, import_all=False)
     small = {"CPU": 0.2}  # so that several pools fit on the Ray of the tests
     config = ResidentConfig(
@@ -107,7 +102,6 @@ def echo_pools(
         run_id=f"echo-{time.time_ns()}",
         mailbox=mailbox,
         ray_storage_path=str(storage / "ray"),
-        relays=ray.get(launcher.start_relays.remote(mailbox, max(workers, slots), fan_out)),
         workers=EchoWorkers(worker_environment or {}),
         make_slot=make_echo_slot,
     )

@@ -32,8 +32,8 @@ from raytrain_opt.pools.commands import (
     Pretrain,
     SendCandidateState,
 )
-from raytrain_opt.pools.resident import Handler
-from raytrain_opt.pools.resident_config import ResidentConfig, WorkerProgram
+from raytrain_opt.pools.programs import ResidentConfig, WorkerProgram
+from raytrain_opt.pools.resident import Group, Handler
 
 if TYPE_CHECKING:
     from ray.train import TrainContext
@@ -154,8 +154,11 @@ class FaultyWorkers:
     def trainer(self, config: ResidentConfig) -> Callable[..., Any]:
         return self.program.trainer(config)
 
-    def make_handler(self, config: ResidentConfig, context: TrainContext) -> Handler:
-        handler = self.program.make_handler(config, context)
+    def join_group(self, context: TrainContext) -> Group:
+        return self.program.join_group(context)
+
+    def make_handler(self, config: ResidentConfig, context: TrainContext, group: Group) -> Handler:
+        handler = self.program.make_handler(config, context, group)
         return FaultyHandler(handler, self.faults, WORKER_POOL, context.get_world_rank())
 
 

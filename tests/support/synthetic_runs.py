@@ -45,9 +45,7 @@ def write_schedule(path: Path, *epochs: Sequence[float], **changes: Any) -> None
     """Write the learning rates of these epochs, as schedule.jsonl has them."""
     line = {
         "optimizer": "SGD",
-        "weight_decay_factor": 1.0,
         "auto_weight_decay": False,
-        "held_out": 0,
         "restarts": False,
         "lr_multipliers": {},
         **changes,
@@ -55,7 +53,7 @@ def write_schedule(path: Path, *epochs: Sequence[float], **changes: Any) -> None
     write_lines(
         path,
         (
-            {"epoch": n, "full_steps": len(lrs), **line, "lrs": lrs}
+            {"epoch": n, **line, "steps": {"first": 0, "lrs": lrs}}
             for n, lrs in enumerate(epochs, 1)
         ),
     )

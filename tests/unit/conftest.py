@@ -15,7 +15,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that Ray starts, as it does while data are read; using it fails the test."""
     import ray
 
-    import raytrain_opt.execution.session
+    import raytrain_opt.execution.on_ray
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
@@ -26,5 +26,5 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     def fake_session(*_: object, **__: object) -> Iterator[bool]:
         yield True
 
-    monkeypatch.setattr(raytrain_opt.execution.session, "ray_session", fake_session)
+    monkeypatch.setattr(raytrain_opt.execution.on_ray, "ray_session", fake_session)
     monkeypatch.setattr(ray, "init", refuse)

@@ -409,5 +409,5 @@ def test_help_does_not_even_read_the_schema() -> None:
 
 def test_validate_leaves_ray_alone(job_file: str) -> None:
     modules = imported_by("validate", job_file)
-    assert "raytrain_opt.execution.preflight" in modules
+    assert "raytrain_opt.execution.check" in modules
     assert "ray" not in modules

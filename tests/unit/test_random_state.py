@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 from raytrain_opt import run
 from raytrain_opt.config.schema import Job
 from raytrain_opt.random_state import find_generators, seed_all
+from raytrain_opt.results import Steps
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from tests.support.small_jobs import small_job
@@ -140,14 +141,14 @@ def test_steps_and_evaluations_depend_on_the_seed_only() -> None:
     np.random.seed()
     torch.seed()
     undisturbed, stopped = drawing(), drawing()
-    undisturbed.train(1, 0, LRS, all_of(2))
-    stopped.train(1, 0, LRS[:1], all_of(2))
+    undisturbed.train(1, Steps(0, LRS), all_of(2))
+    stopped.train(1, Steps(0, LRS[:1]), all_of(2))
     state = stopped.state(copy=True)
     stopped.evaluate("test")
     resumed = drawing()
     resumed.load(state)
     any_numbers()
-    resumed.train(1, 1, LRS[1:], all_of(2))
+    resumed.train(1, Steps(1, LRS[1:]), all_of(2))
     assert resumed.state(copy=True).digest() == undisturbed.state(copy=True).digest()
     sums = [each.evaluate("test").sums for each in (resumed, undisturbed, resumed)]
     assert sums[0] == sums[1] == sums[2]

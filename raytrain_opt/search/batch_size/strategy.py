@@ -2,7 +2,8 @@
 
 Training needs updates: with too few of them no learning rate learns, however fast the samples
 pass. So a size is allowed only if it leaves `min_updates_per_epoch` and `min_updates`; where a
-job has fewer with its own size, that size is the largest.
+job has fewer with its own size, that size is the largest. Nor may the rate grow with the size by
+more than `LARGEST_LR_FACTOR`, unless the job names the largest size itself.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ from raytrain_opt.config.batch_size import BatchSizeSection
 from raytrain_opt.config.updates import RampStep
 from raytrain_opt.errors import ResourcesError
 from raytrain_opt.optim.epoch_steps import epoch_steps
+from raytrain_opt.optim.scaling import ScalingRule
 from raytrain_opt.results import Probe
+
+# The linear rule holds for small factors: Goyal et al. needed a warm-up for 8 and more.
+LARGEST_LR_FACTOR = 8
 
 
 @dataclass(frozen=True)
@@ -119,8 +124,12 @@ def largest_size(
     epochs: int | None,
     workers: int = 1,
     ramp: Sequence[RampStep] = (),
+    rule: ScalingRule = "none",
 ) -> int:
-    """Return the largest allowed batch size per worker; `own`: of the job itself."""
+    """Return the largest allowed batch size per worker.
+
+    `own`: of the job itself. `rule`: how the rate follows the size.
+    """
     possible = train_size // (workers * _last_factor(ramp))
 
     def leaves_too_few(size: int) -> bool:
@@ -129,7 +138,8 @@ def largest_size(
     enough = bisect_left(range(1, possible + 1), True, key=leaves_too_few)
     # A size of its own with which the job could not train is no reason for few updates.
     allowed = max(own if own <= possible else 1, enough)
-    return min(allowed, section.max_batch_size or allowed)
+    by_rate = {"linear": LARGEST_LR_FACTOR, "sqrt": LARGEST_LR_FACTOR**2, "none": allowed}
+    return min(allowed, section.max_batch_size or by_rate[rule] * own)
 
 
 def _last_factor(ramp: Sequence[RampStep]) -> int:

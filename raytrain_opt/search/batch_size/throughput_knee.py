@@ -92,10 +92,12 @@ class ThroughputKnee:
         noise = pool_noise_scales(valid)
         return posterior.of_goodput(noise.value, str(noise), self.bounds.workers)
 
-    def _decide(self, posterior: _Posterior, unfit: int | None) -> ProbeRequest | BatchSizeChoice:
+    def _decide(
+        self, posterior: _Posterior, too_large: int | None
+    ) -> ProbeRequest | BatchSizeChoice:
         knee = posterior.knee(self.section.tolerance)
         if not posterior.is_measured(knee):
-            size = _next_towards(knee, posterior, unfit)
+            size = _next_towards(knee, posterior, too_large)
             purpose = "predicted knee" if size == knee else "on the way to the predicted knee"
             return ProbeRequest(size, f"{purpose}: {posterior.describe(knee)}")
         max_loss = _log_loss(_SLACK * self.section.tolerance)
@@ -109,7 +111,7 @@ class ThroughputKnee:
         competitor = posterior.competitor(knee, max_loss)
         size = posterior.most_informative(knee, competitor)
         reason = f"is {competitor} faster than {knee}? {posterior.describe(knee)}"
-        return ProbeRequest(_next_towards(size, posterior, unfit), reason)
+        return ProbeRequest(_next_towards(size, posterior, too_large), reason)
 
 
 @dataclass(frozen=True)
@@ -229,21 +231,21 @@ def _candidate_sizes(measured: Sequence[int], largest: int) -> tuple[int, ...]:
     return tuple(sorted(s for s in powers | midpoints | ends | set(measured) if s <= largest))
 
 
-def _next_towards(size: int, posterior: _Posterior, unfit: int | None) -> int:
+def _next_towards(size: int, posterior: _Posterior, too_large: int | None) -> int:
     """Return `size`, or a smaller one to measure first: memory may run out on the way."""
     fits = posterior.largest_measured
     if size <= fits:
         return size
-    if unfit is not None:
-        return _between(fits, unfit)
+    if too_large is not None:
+        return _between(fits, too_large)
     return size if size <= _MAX_GROWTH * fits else 2 ** int(math.log2(_MAX_GROWTH * fits))
 
 
-def _between(fits: int, unfit: int) -> int:
+def _between(fits: int, too_large: int) -> int:
     """Return the geometric mean, rounded to a multiple of a tile, or of 8, if one fits between."""
-    middle = math.sqrt(fits * unfit)
+    middle = math.sqrt(fits * too_large)
     for multiple in (_TILE, 8):
         size = multiple * round(middle / multiple)
-        if fits < size < unfit:
+        if fits < size < too_large:
             return size
-    return min(max(round(middle), fits + 1), unfit - 1)
+    return min(max(round(middle), fits + 1), too_large - 1)

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import time
 from pathlib import Path
 
 import pytest
 
-from raytrain_opt.cluster.ray_private import read_actors
 from raytrain_opt.pools.commands import Evaluate
 from tests.support.echo import DRIVERS, TRAINED, Done
 from tests.support.echo_pools import EchoPools, echo_pools
@@ -40,24 +36,6 @@ def test_workers_whose_connections_are_cut_execute_every_command_once(tmp_path: 
     assert placement_groups() == set()
 
 
-def test_workers_whose_relays_die_execute_every_command_once(tmp_path: Path) -> None:
-    """Their sockets break; Ray repeats the call when it has restarted the relay."""
-    with echo_pools(tmp_path, workers=3, fan_out=2) as echo:
-        for epochs in (range(4), range(4, 7), range(7, 10)):
-            execute_each_once(echo, epochs)
-            os.kill(relay_pids()[0], signal.SIGKILL)
-        execute_each_once(echo, range(10, 13))
-        assert len(relay_pids()) == 2
-        assert node_sockets() == 2 + 3  # of the relays, and a connection of each worker
-    assert relay_pids() == []
-    while node_sockets():  # until the processes are gone
-        time.sleep(0.1)
-
-
-def node_sockets() -> int:
-    return Path("/proc/net/unix").read_text().count("@raytrain_opt-")
-
-
 def execute_each_once(echo: EchoPools, epochs: range) -> None:
     for epoch in epochs:
         if epoch % 2:
@@ -68,8 +46,3 @@ def execute_each_once(echo: EchoPools, epochs: range) -> None:
             assert replies == dict.fromkeys(range(3), Done("evaluate", DRIVERS))
     spans, events = echo.workers.drain_log()
     assert (len(spans), events) == (3 * len(epochs), [])
-
-
-def relay_pids() -> list[int]:
-    actors = read_actors()
-    return [actor.pid for actor in actors if actor.class_name == "Relay" and not actor.is_dead]

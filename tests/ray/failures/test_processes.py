@@ -21,8 +21,9 @@ from ray.cluster_utils import Cluster
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.errors import PoolError, ResidentError
-from raytrain_opt.execution.session import open_session
+from raytrain_opt.execution.backend import open_backend
 from raytrain_opt.execution.signals import Terminated
+from raytrain_opt.execution.workspace import open_frontend, open_workspace
 from raytrain_opt.pools.commands import Command, Evaluate, SendInitialState
 from raytrain_opt.pools.ray_pool import RayPool
 from tests.support.echo import CANDIDATE, DRIVERS, TRAINED, Done
@@ -134,9 +135,9 @@ def test_hung_workers_are_named_with_their_logs_the_one_furthest_behind_first(
     )
     words = (
         r"no progress of main_train for \d+ s .*timeouts\.no_progress_s: 8\).*"
-        + f"{resident.format(1, 0)}.*{resident.format(0, 4)}"
+        + f"{resident.format(1, 0)}.*{resident.format(0, 1)}"
     )
-    faults = [hanging(1, step=0), hanging(0, step=4)]
+    faults = [hanging(1, step=0)]
     with (
         echo_pools(tmp_path, workers=2, faults=faults, no_progress_s=8) as echo,
         pytest.raises(PoolError, match=words),
@@ -169,13 +170,16 @@ def test_the_death_of_a_process_that_is_not_restarted_is_reported(
     assert placement_groups() == set()
 
 
-def test_sigterm_ends_a_session_and_its_pools(
+def test_sigterm_ends_a_run_and_its_pools(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Although Ray has a handler of its own for it."""
+    job = small_job(tmp_path)
     with (
         pytest.raises(Terminated),
-        open_session(small_job(tmp_path), address=None, verbose=False, began_s=monotonic_s()),
+        open_frontend(monotonic_s()) as frontend,
+        open_backend(job, frontend),
+        open_workspace(job, frontend),
     ):
         act_in_a_command(tmp_path, lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert "terminated; no checkpoint was saved yet" in capsys.readouterr().out

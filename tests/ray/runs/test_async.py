@@ -47,7 +47,7 @@ def test_workers_and_shards_die_and_no_sample_is_lost(
     """A shard dies after the first epoch, a worker in the second, while the other continues."""
     fault = {"role": "worker", "index": 1, "epoch": 2, "phase": "main_train", "step": 3}
     stpt = {"policy": "stpt", "initial": 0.02, "candidates": [1.0, 0.01], "alpha": 5}
-    section = {"mode": "async", "staleness_bound": 3, "shards": 2, "snapshot_every": 4}
+    section = {"mode": "async", "staleness_bound": 3}
     changes = {"learning_rate": stpt, "slots": {"count": 1}, "checkpoint": {"keep": "all"}}
     monkeypatch.setattr(main_training, "Granularity", PlannedSplits)
     ended, killed = threading.Event(), list[int]()

@@ -80,7 +80,7 @@ def test_the_noise_scale_of_the_gradients_is_reported(finished: RunResult) -> No
 
 
 def test_the_schedule_is_the_rate_of_every_step(finished: RunResult) -> None:
-    schedule = [line["lrs"] for line in read_lines(finished.run_dir, "schedule")]
+    schedule = [line["steps"]["lrs"] for line in read_lines(finished.run_dir, "schedule")]
     rounds = read_lines(finished.run_dir, "rounds")
     steps = len(schedule[0])
     assert finished.lrs == tuple(lr for lrs in schedule for lr in lrs)

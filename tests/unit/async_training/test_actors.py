@@ -20,11 +20,12 @@ from raytrain_opt.async_training.actors import Recovery, SspCoordinator, WeightS
 from raytrain_opt.async_training.scheduler import EpochPhase, MicroBatchDone
 from raytrain_opt.async_training.weight_shard import from_wire
 from raytrain_opt.data.base import DataInfo
+from raytrain_opt.results import Steps
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from tests.support.small_jobs import small_job
 
-PHASE = EpochPhase("1.4", 1, 0, (0.1,) * 4, micro_batches=2, bound=1)
+PHASE = EpochPhase("1.4", 1, Steps(0, (0.1,) * 4), micro_batches=2, bound=1)
 
 
 OLD, NEW = b"old", b"new"
@@ -163,8 +164,8 @@ def test_the_coordinator_is_on_the_drivers_node_and_its_calls_are_repeated(
     monkeypatch.setattr(ray, "remote", remote)
     monkeypatch.setattr(ray, "kill", lambda _: None)
     monkeypatch.setattr(actors, "on_driver_node", lambda: {"ray.io/node-id": "head"})
-    config = LearnerConfig.from_job(small_job(tmp_path, parallel={"mode": "async", "shards": 1}))
-    with actors.parameter_server(config, INFO, 3):
+    config = LearnerConfig.from_job(small_job(tmp_path, parallel={"mode": "async"}))
+    with actors.parameter_server(config, INFO, 3, shards=1):
         pass
     coordinator, shard = started
     assert (coordinator[0], shard[0]) == (SspCoordinator, WeightShardActor)
@@ -191,7 +192,7 @@ def test_a_restarted_shard_gets_its_latest_snapshot_of_the_phase() -> None:
         await coordinator.keep(PHASE.id, 1, 2, NEW)
         assert await coordinator.recover(1) == Recovery(PHASE, set(), set(), NEW, [])
         assert await coordinator.recover(0) == Recovery(PHASE, set(), set(), None, [])
-        later = EpochPhase("2.4", 2, 0, (0.1,) * 4, micro_batches=2, bound=0)
+        later = EpochPhase("2.4", 2, Steps(0, (0.1,) * 4), micro_batches=2, bound=0)
         await coordinator.begin(later, [], [])
         assert await coordinator.recover(1) == Recovery(later, set(), set(), None, [])
 
@@ -241,11 +242,11 @@ class Handle:
 @pytest.fixture
 def make_cluster(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[Callable[..., Cluster]]:
+) -> Iterator[Callable[[], Cluster]]:
     opened = []
 
-    def make(**parallel: Any) -> Cluster:
-        job = small_job(tmp_path, parallel={"mode": "async", **parallel})
+    def make() -> Cluster:
+        job = small_job(tmp_path, parallel={"mode": "async"})
         opened.append(Cluster(LearnerConfig.from_job(job)))
         monkeypatch.setattr(ray, "get_actor", lambda _: opened[-1])
         monkeypatch.setattr(ray, "get", lambda value: value)
@@ -270,11 +271,15 @@ def begin(cluster: Cluster, phase: EpochPhase, shard: WeightShardActor) -> np.nd
 
 @pytest.mark.parametrize(("snapshot_every", "lost_updates"), [(2, 1), (100, 3)])
 def test_a_restarted_shard_continues_from_its_snapshot_at_the_current_version(
-    make_cluster: Callable[..., Cluster], snapshot_every: int, lost_updates: int
+    make_cluster: Callable[[], Cluster],
+    monkeypatch: pytest.MonkeyPatch,
+    snapshot_every: int,
+    lost_updates: int,
 ) -> None:
     """The shard dies after three of four updates; its weights have those up to the snapshot."""
-    cluster = make_cluster(snapshot_every=snapshot_every)
-    phase = EpochPhase("1.4", 1, 0, (0.1,) * 4, micro_batches=1, bound=None)
+    monkeypatch.setattr(actors, "_SNAPSHOT_EVERY", snapshot_every)
+    cluster = make_cluster()
+    phase = EpochPhase("1.4", 1, Steps(0, (0.1,) * 4), micro_batches=1, bound=None)
     first = cluster.shard()
     gradient = begin(cluster, phase, first)
     shard = first
@@ -297,11 +302,11 @@ def test_a_restarted_shard_continues_from_its_snapshot_at_the_current_version(
 
 @pytest.mark.parametrize("applied", ["before", "after"])
 def test_a_shard_that_dies_before_an_update_is_done_counts_it_as_lost_unless_it_applies_it(
-    make_cluster: Callable[..., Cluster], applied: str
+    make_cluster: Callable[[], Cluster], applied: str
 ) -> None:
     """The worker waits for another shard meanwhile; it must not wait for newer weights then."""
     cluster = make_cluster()
-    phase = EpochPhase("1.4", 1, 0, (0.1,) * 4, micro_batches=1, bound=0)
+    phase = EpochPhase("1.4", 1, Steps(0, (0.1,) * 4), micro_batches=1, bound=0)
     shard = cluster.shard()
     gradient = begin(cluster, phase, shard)
     [handle] = cluster.coordinator._shards
@@ -321,11 +326,11 @@ def test_a_shard_that_dies_before_an_update_is_done_counts_it_as_lost_unless_it_
 
 
 def test_a_late_gradient_of_a_worker_that_was_taken_for_dead_changes_no_weight(
-    make_cluster: Callable[..., Cluster],
+    make_cluster: Callable[[], Cluster],
 ) -> None:
     """Whether before or after that of the worker in its place, or at a shard that restarted."""
     cluster = make_cluster()
-    phase = EpochPhase("1.2", 1, 0, (0.1,) * 2, micro_batches=1, bound=None)
+    phase = EpochPhase("1.2", 1, Steps(0, (0.1,) * 2), micro_batches=1, bound=None)
 
     def trained(late: str) -> str:
         shard = cluster.shard()

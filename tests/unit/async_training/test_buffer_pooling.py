@@ -5,6 +5,7 @@ Compared with the formula for equal fractions and with all values at once; and f
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from raytrain_opt.async_training.buffer_pooling import advance_buffers, pool_buffers
+from raytrain_opt.async_training.main_training import add_parts
+from raytrain_opt.async_training.weight_shard import advance_buffers, pool_buffers
 from raytrain_opt.data import load_shared_data
-from raytrain_opt.results import BufferUpdates
+from raytrain_opt.results import BufferUpdates, EvalTotals
 from raytrain_opt.train.batch_norm import collect_buffers
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
@@ -80,3 +82,17 @@ def test_the_counts_of_a_state_advance_by_the_updates(tmp_path: Path) -> None:
         elif name.endswith("running_mean"):
             torch.testing.assert_close(tensor.tensor(), learner_buffers[name])
             assert tensor.dtype == "float32"
+
+
+def test_the_parts_of_an_evaluation_are_one_result() -> None:
+    """With the failure of one of them, and the spread of the losses of all."""
+    parts = [
+        EvalTotals(6, {"loss": 12.0, "accuracy": 3.0}, 1.0, "accuracy", loss_squares=30.0),
+        EvalTotals(2, {"loss": 4.0, "accuracy": 2.0}, 2.0, "accuracy", loss_squares=9.0),
+    ]
+    total = add_parts(parts)
+    assert (total.samples, total.loss, total.duration_s) == (8, 2.0, 2.0)
+    assert (total.loss_squares, total.failure) == (39.0, "")
+    failed = EvalTotals(1, dict.fromkeys(parts[0].sums, math.nan), 0.1, "accuracy", failure="why")
+    assert add_parts([*parts, failed]).failure == "why"
+    assert math.isnan(add_parts([*parts, failed]).loss)

@@ -11,15 +11,17 @@ import pytest
 
 from raytrain_opt.async_training.scheduler import (
     EpochPhase,
+    Granularity,
     MicroBatchDone,
     SspScheduler,
 )
+from raytrain_opt.results import Steps
 
 BOUNDS = [0, 1, 2, 4, 16, None]
 
 
 def phase(steps: int, micro_batches: int, bound: int | None) -> EpochPhase:
-    return EpochPhase("1.0", 1, 0, (0.1,) * steps, micro_batches, bound)
+    return EpochPhase("1.0", 1, Steps(0, (0.1,) * steps), micro_batches, bound)
 
 
 def done(number: int) -> MicroBatchDone:
@@ -193,7 +195,7 @@ def test_a_gradient_that_is_sent_beside_the_next_micro_batch_tells_how_slow_a_wo
 
 
 def test_micro_batches_have_their_steps_in_the_epoch() -> None:
-    phase = EpochPhase("2.5", 2, 5, (0.1, 0.1), 3, None)
+    phase = EpochPhase("2.5", 2, Steps(5, (0.1, 0.1)), 3, None)
     assert [phase.index_of(number) for number in range(phase.size)] == [
         (5, 0), (5, 1), (5, 2), (6, 0), (6, 1), (6, 2),
     ]  # fmt: skip
@@ -202,3 +204,32 @@ def test_micro_batches_have_their_steps_in_the_epoch() -> None:
 def test_the_histogram_before_the_first_update() -> None:
     staleness = SspScheduler(phase(1, 1, None)).staleness
     assert dict(staleness) == {"counts": (), "mean": 0.0, "max": -1}
+
+
+@pytest.mark.parametrize(
+    ("share", "speeds", "chosen"),
+    [
+        (0.0, [100, 95, 50, 50], [1, 8, 8, 8]),
+        (0.1, [100, 120, 120], [1, 8, 8]),
+        (0.2, [100, 100, 100], [1, 4, 4]),  # 8 messages would take longer than computing
+        (1.5, [100, 50, 100], [1, 1, 1]),
+        (0.1, [100, 70, 89, 95, 50], [1, 8, 4, 2, 2]),  # more than a tenth slower
+        (0.1, [100, 50, 50, 50, 50], [1, 8, 4, 2, 1]),
+        (0.1, [0, 100, 120], [1, 1, 8]),  # the first phase had no step left
+    ],
+)
+def test_micro_batches_are_as_fine_as_the_speed_allows(
+    share: float, speeds: list[float], chosen: list[int]
+) -> None:
+    granularity, splits = Granularity([1, 2, 4, 8]), []
+    for samples_per_s in speeds:
+        splits.append(granularity.split)
+        granularity.measured(samples_per_s, share)
+    assert splits == chosen
+
+
+def test_a_given_number_stays() -> None:
+    granularity = Granularity([6])
+    for samples_per_s in (100, 10, 1):
+        granularity.measured(samples_per_s, 2.0)
+        assert granularity.split == 6

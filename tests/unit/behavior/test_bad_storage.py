@@ -21,8 +21,8 @@ from torch import nn
 
 from raytrain_opt.config.schema import CheckpointSection
 from raytrain_opt.errors import JobError, StorageError
-from raytrain_opt.execution.lock import lock_run_directory
 from raytrain_opt.execution.training_run import RunProgress
+from raytrain_opt.execution.workspace import lock_run_directory
 from raytrain_opt.storage import append_lines, write_text
 from raytrain_opt.train.checkpoint import Checkpoints
 from raytrain_opt.train.state import capture
@@ -183,7 +183,8 @@ def test_a_directory_in_use_is_refused_and_its_user_is_named(run_dir: Path) -> N
 
 def test_the_lock_ends_when_its_process_is_killed(run_dir: Path) -> None:
     hold = (
-        "import pathlib, sys, time; from raytrain_opt.execution.lock import lock_run_directory\n"
+        "import pathlib, sys, time\n"
+        "from raytrain_opt.execution.workspace import lock_run_directory\n"
         f"with lock_run_directory(pathlib.Path({str(run_dir)!r})) as sign:\n"
         "    sign(); print('held', flush=True); time.sleep(100)"
     )

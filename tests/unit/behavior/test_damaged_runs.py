@@ -15,21 +15,17 @@ from typing import Any
 import obstore
 import pytest
 from click.testing import CliRunner
-from rich.console import Console
 
 from raytrain_opt import Job, cli, load_model, run, storage
 from raytrain_opt.commands.evaluate import evaluate_runs
 from raytrain_opt.config.schema import ModelSection
 from raytrain_opt.errors import JobError, RaytrainOptError, StorageError
 from raytrain_opt.execution.resume import load_run_job
-from raytrain_opt.execution.session import open_run_directory
-from raytrain_opt.execution.signals import StopRequest
+from raytrain_opt.execution.workspace import open_frontend, open_workspace
 from raytrain_opt.report import summaries
-from raytrain_opt.terminal.progress import Terminal
 from raytrain_opt.train.pretrained import read_pretrained
 from tests.support.s3_server import S3Server
 
-QUIET = Terminal(Console(quiet=True))
 INDEX, WEIGHTS = "checkpoints/index.json", "checkpoints/epoch-0002/weights.safetensors"
 
 
@@ -123,7 +119,7 @@ def tree(folder: Path) -> dict[str, object]:
 def resume(run_dir: str) -> None:
     """Do all that a resume does before the training starts."""
     job = load_run_job(run_dir, (), trust=False)
-    with open_run_directory(job, run_dir, QUIET, StopRequest()):
+    with open_frontend(0.0) as frontend, open_workspace(job, frontend, run_dir):
         pass
 
 

@@ -24,7 +24,6 @@ from raytrain_opt.commands.download import FILES, MARKER, pack_files, unpack_fil
 from raytrain_opt.commands.submit import _show_lines
 from raytrain_opt.config.load import dump_job, load_job, parse_job
 from raytrain_opt.errors import RaytrainOptError
-from raytrain_opt.execution.log_markers import find_marker
 from raytrain_opt.execution.progress import RunProgress
 from raytrain_opt.recording.reader import read_lines, read_record
 from raytrain_opt.recording.records import (
@@ -36,6 +35,7 @@ from raytrain_opt.recording.records import (
     ScheduleRecord,
 )
 from raytrain_opt.recording.spans import EventRecord, SpanRecord
+from raytrain_opt.remote.log_markers import find_marker
 from raytrain_opt.search.fixed_schedule import RecordedSchedule
 from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
 from raytrain_opt.train.state import capture

@@ -67,9 +67,15 @@ def test_no_call_in_the_package_unpickles_a_file() -> None:
     names = {name for _, name, _ in calls()}
     assert {"torch.load", "np.load", "yaml.load"} <= names
     pickled = {place.split(":")[0] for place, name, _ in calls() if name.startswith(_PICKLES)}
-    # Replies and snapshots of the run's own processes, which came through Ray, as all that Ray
-    # unpickles, or over a socket that refuses other users (relay.py).
-    assert pickled == {"actors.py", "mailbox_client.py", "ray_pool.py", "relay.py"}
+    # Commands, replies and snapshots of the run's own processes, which came through Ray or the
+    # process group.
+    assert pickled == {
+        "actors.py",
+        "process_group.py",
+        "ray_private.py",
+        "ray_pool.py",
+        "resident.py",
+    }
     assert not names & {"eval", "exec", "yaml.unsafe_load", "yaml.full_load", "os.system"}
     for place, name, literals in calls():
         if name == "torch.load":

@@ -48,31 +48,12 @@ def test_a_killed_driver_is_restarted_at_once_and_counted(tmp_path: Path) -> Non
     assert outcome.recovery_s is not None
 
 
-def test_the_space_of_a_full_disk_is_given_back_when_the_run_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class FullDisk(FakeRun):
-        def start(self) -> subprocess.Popen[bytes]:
-            assert not self.ballast.exists()
-            return super().start()
-
-    def fill(ballast: Path) -> None:
-        ballast.touch()
-        [process] = run.processes()
-        process.kill()
-
-    run, outcome = FullDisk(tmp_path, 1), Outcome(1, "full_disk")
-    monkeypatch.setattr(chaos, "_fill", fill)
-    disturb(run, outcome, random.Random(0), UNDISTURBED)
-    assert (outcome.faults, outcome.completed, outcome.restarts) == (1, True, 1)
-
-
 COMMAND = """
 import sys
 from pathlib import Path
 from benchmarks.chaos_command import set_faults
 from raytrain_opt.clock import utc_now
-from raytrain_opt.execution.lock import lock_run_directory
+from raytrain_opt.execution.workspace import lock_run_directory
 set_faults(["no_locks", "-864000"])
 with lock_run_directory(Path(sys.argv[1])) as sign:
     print(sign(), utc_now())
@@ -86,29 +67,6 @@ def test_a_command_meets_the_faults_of_its_machine(tmp_path: Path) -> None:
     assert held == "False"
     error = datetime.now(UTC) - datetime.fromisoformat(date)
     assert abs(error.total_seconds() - 864000) < 600
-
-
-def test_a_kill_comes_after_any_record_but_the_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A run that has ended cannot be hit, however quick it was."""
-    run, records = FakeRun(tmp_path, 1), tmp_path / "run" / "epochs.jsonl"
-    command = run.start()
-
-    def write_record(_seconds: float) -> None:
-        with records.open("a") as file:
-            file.write("{}\n")
-
-    monkeypatch.setattr(chaos, "sleep", write_record)
-    monkeypatch.setattr(chaos, "monotonic_s", lambda: 0.0)
-    reached = set()
-    for seed in range(40):
-        records.write_text("")
-        chaos._wait(run, command, random.Random(seed), Undisturbed(1, "digest", 5))
-        reached.add(run.records())
-    command.kill()
-    command.wait()
-    assert reached == {1, 2, 3, 4}
 
 
 def test_outcomes_are_kept_and_added_up(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_train as benchmark
-from benchmarks.gpu_train import CASES, PARTS, VARIANTS, Bench, Case, vit_s
+from benchmarks.gpu_train import CASES, PARTS, VARIANTS, Case
 
 TRIAL = ["--device", "cpu", "--quick", "--block-s", "0.005", "--cases", "resnet18_32"]
 
@@ -50,32 +50,6 @@ def test_a_trial_on_a_cpu(
     assert 1 in (variants["plain"]["ratio"], variants["plain_tuned"]["ratio"])
 
 
-def test_the_vision_transformer_trains_in_a_trial(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--device", "cpu", "--quick", "--block-s", "0.005", "--cases", "vit_s_224"]
-    benchmark.main([*options, "--variants", "plain_tuned", "learner"])
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    variants = report["cases"]["vit_s_224"]["variants"]
-    assert [variants[name]["status"] for name in ("plain_tuned", "learner")] == ["ok", "ok"]
-    assert variants["learner"]["ratio"] > 0
-
-
-def test_a_variant_without_enough_memory_does_not_end_the_others(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(_bench: Bench) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory.\nMore lines.")
-
-    monkeypatch.setitem(VARIANTS, "plain", fail)
-    variants = trial(capsys, "--variants", "plain", "learner")
-    assert variants["plain"] == {"status": "out_of_memory", "why": "CUDA out of memory."}
-    assert (variants["learner"]["status"], variants["learner"]["ratio"]) == ("ok", None)
-
-
-def test_the_step_of_timm(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("timm")
-    assert trial(capsys, "--variants", "timm")["timm"]["ratio"] == 1
-
-
 def test_a_gpu_is_needed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -84,9 +58,3 @@ def test_a_gpu_is_needed(
         benchmark.main([])
     assert exit_.value.code == 2
     assert "needs an NVIDIA GPU" in capsys.readouterr().err
-
-
-def test_the_vision_transformer_has_the_size_s() -> None:
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in vit_s(1000, (3, 224, 224)).parameters())
-    assert parameters == pytest.approx(22.05e6, rel=0.001)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks.common import JOBS
 from benchmarks.papers import mbso
-from raytrain_opt.config.data import ImageFolderData
-from raytrain_opt.config.load import load_job
 from raytrain_opt.results import Probe
 
 IMAGES = 8
@@ -49,30 +45,6 @@ def probed(files: Path) -> mbso.Probed:
     return mbso.Probed(mbso.PATTERNS[3], {"root": str(files)})
 
 
-def test_the_files_have_the_size_of_imagenets(files: Path) -> None:
-    paths = sorted(files.glob("train/*/*.jpg"))
-    assert len(paths) == IMAGES
-    assert {path.parent.name for path in paths} == {"0", "1"}
-    contents = [io.BytesIO(path.read_bytes()) for path in paths]
-    assert {Image.open(content).size for content in contents} == {(500, 375)}
-
-
-def test_sections_come_from_the_job(probed: mbso.Probed) -> None:
-    job = load_job(JOBS / mbso.IMAGENET)
-    assert (probed.job.optimizer, probed.job.learning_rate) == (job.optimizer, job.learning_rate)
-    assert job.batch_size_search is not None
-    assert probed.job.batch_size_search is not None
-    ours, theirs = (
-        section.model_dump(exclude={"utilization"})
-        for section in (probed.job.batch_size_search, job.batch_size_search)
-    )
-    assert ours == theirs
-    assert isinstance(job.data, ImageFolderData)
-    assert isinstance(probed.job.data, ImageFolderData)
-    assert probed.job.data == job.data.model_copy(update={"root": probed.job.data.root})
-    assert probed.learner.info.sample_shape == (3, 224, 224)
-
-
 def test_a_search_takes_the_published_steps(
     probed: mbso.Probed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,17 +59,6 @@ def test_a_search_takes_the_published_steps(
     assert mbso._shorter_pct(probes) == pytest.approx(100 * (1 - 32 / probes[-1].batch_size), 0.01)
 
 
-def test_a_slow_disk_delays_every_file(
-    probed: mbso.Probed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waits: list[float] = []
-    monkeypatch.setattr(time, "sleep", waits.append)
-    with mbso.slow_files(0.01):
-        batches = probed.learner.data.train_batches(1, [(0, 0)], 1, 4)
-        assert len(next(batches).y) == 4
-    assert waits == [0.01] * 4
-
-
 def test_the_pause_of_a_trace_is_the_longest_time_without_computing() -> None:
     def event(name: str, start: int, duration: int) -> dict[str, object]:
         return {"cat": "cpu_op", "name": name, "ts": start, "dur": duration}
@@ -110,10 +71,3 @@ def test_the_pause_of_a_trace_is_the_longest_time_without_computing() -> None:
         event("aten::conv2d", 831_000, 10_000),
     ]
     assert mbso.pause_ms({"traceEvents": events}, steps=3) == pytest.approx((600 + 200) / 2)
-
-
-def test_the_networks_have_the_papers_convolutions() -> None:
-    counted = [mbso.arithmetic(load_job(JOBS / p.file, p.overrides)) for p in mbso.PATTERNS[:2]]
-    # 45 in blocks, one in the stem, four in projections.
-    assert [row["convolutions"] for row in counted] == [13, 50]
-    assert counted[0]["millions_per_call"] > counted[1]["millions_per_call"]

@@ -10,10 +10,10 @@ import pytest
 from raytrain_opt import Job
 from raytrain_opt.cluster import autoscaling
 from raytrain_opt.cluster.autoscaling import expected_resources, may_grow, plan_when_there_is_room
+from raytrain_opt.cluster.resources import PoolRequest
 from raytrain_opt.config.load import parse_job
 from raytrain_opt.config.processes import SlotsSection
 from raytrain_opt.errors import ResourcesError
-from raytrain_opt.execution.preflight import pool_request
 
 
 @pytest.fixture
@@ -53,11 +53,13 @@ def test_kuberay_may_bring_pods(home: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_the_resources_of_the_workers_are_requested(workers: str, each: dict[str, float]) -> None:
-    assert expected_resources(pool_request(job(workers), candidates=0)) == [each, each]
+    assert expected_resources(PoolRequest.from_job(job(workers), candidates=0)) == [each, each]
 
 
 def test_a_slot_is_requested_beside_the_workers_where_slots_train_the_candidates() -> None:
-    two = replace(pool_request(job("{count: 2, use_gpu: true}"), candidates=4), search_on="slots")
+    two = replace(
+        PoolRequest.from_job(job("{count: 2, use_gpu: true}"), candidates=4), search_on="slots"
+    )
     own = replace(two, slots=SlotsSection(resources={"GPU": 1}))
     assert expected_resources(two) == [{"GPU": 0.6}, {"GPU": 0.6}, {"GPU": 0.4}]
     assert expected_resources(own) == [{"GPU": 0.6}, {"GPU": 0.6}, {"GPU": 1.0}]
@@ -81,7 +83,7 @@ class Cluster:
         self.now_s += seconds
 
 
-TWO = pool_request(job("{count: 2, resources: {CPU: 1.5}}"), candidates=0)
+TWO = PoolRequest.from_job(job("{count: 2, resources: {CPU: 1.5}}"), candidates=0)
 
 
 def test_what_has_just_been_released_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +109,7 @@ def test_gpus_that_other_jobs_hold_are_waited_for(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         autoscaling, "free_resources", lambda: free.pop(0) if len(free) > 1 else free[0]
     )
-    one = pool_request(job("{count: 1}"), candidates=0)
+    one = PoolRequest.from_job(job("{count: 1}"), candidates=0)
     assert plan_when_there_is_room(one, 60, notes.append).use_gpu
     assert cluster.now_s > autoscaling._RELEASE_S
     assert "no node has a free one (1 node (4 CPU))" in notes[0]
@@ -122,14 +124,14 @@ def test_others_may_hold_it_too_long(home: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_what_never_fits_is_refused_at_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, notes = Cluster(monkeypatch, 4), list[str]()
-    four = pool_request(job("{count: 4, resources: {CPU: 1.5}}"), candidates=0)
+    four = PoolRequest.from_job(job("{count: 4, resources: {CPU: 1.5}}"), candidates=0)
     with pytest.raises(ResourcesError, match="4 workers of 1.5 CPU each do not fit"):
         plan_when_there_is_room(four, 60, notes.append)
     assert (notes, cluster.now_s) == ([], 0)
 
 
 def test_a_smaller_plan_uses_what_others_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    request = pool_request(job("{count: 1, resources: {CPU: 1}}"), candidates=6)
+    request = PoolRequest.from_job(job("{count: 1, resources: {CPU: 1}}"), candidates=6)
     request = replace(request, search_on="slots", slots=SlotsSection(resources={"CPU": 1}))
     Cluster(monkeypatch, 3)
     assert plan_when_there_is_room(request, 60, list[str]().append).slots == 2
@@ -176,7 +178,7 @@ def test_nodes_are_requested_and_the_request_does_not_hold_what_the_run_needs(
 ) -> None:
     cluster, notes = GrowingCluster(home, monkeypatch, held), list[str]()
     text = f"{{count: {workers}, resources: {{CPU: 1.5}}}}"
-    request = pool_request(job(text), candidates=0)
+    request = PoolRequest.from_job(job(text), candidates=0)
     assert plan_when_there_is_room(request, 60, notes.append).workers == workers
     assert (cluster.requests, cluster.requested_s) == ([], pytest.approx(20))
     assert len(notes) == 1

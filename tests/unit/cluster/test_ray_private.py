@@ -150,6 +150,21 @@ def test_processes_import_from_the_folders_of_the_driver(tmp_path: Path) -> None
     assert [*config._get_proto_job_config().py_driver_sys_path] == [os.getcwd(), str(tmp_path)]
 
 
+def test_ray_keeps_no_object_for_a_reference_in_a_command() -> None:
+    """In a serialization "in band" it notes the references, and does nothing else."""
+    from ray._private.serialization import SerializationContext
+    from ray._private.worker import Worker
+
+    kept = inspect.getsource(SerializationContext.add_contained_object_ref)
+    assert re.search(
+        r"if self.is_in_band_serialization\(\):(?s:.)*else:(?s:.)*add_object_ref", kept
+    )
+    for name in ("set_in_band", "set_out_of_band"):
+        assert callable(getattr(SerializationContext, f"{name}_serialization"))
+    assert callable(SerializationContext.get_and_clear_contained_object_refs)
+    assert callable(Worker.get_serialization_context)
+
+
 def test_no_other_module_uses_what_ray_does_not_document() -> None:
     """Import-linter does not see the modules of an external package."""
     package = Path(raytrain_opt.__file__).parent

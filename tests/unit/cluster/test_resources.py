@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from raytrain_opt.cluster.resources import PoolPlan, plan_pools
+from raytrain_opt.cluster.resources import PoolPlan, PoolRequest, plan_pools
 from raytrain_opt.config.schema import Job
-from raytrain_opt.errors import ResourcesError
-from raytrain_opt.execution.preflight import pool_request
+from raytrain_opt.errors import JobError, ResourcesError
 
 LAPTOP = {"CPU": 2.0, "memory": 8e9}
 ONE_GPU = {"CPU": 16.0, "GPU": 1.0}
@@ -23,6 +23,7 @@ def plan(
     slots: dict[str, Any] | None = None,
     sync: bool = False,
     search_on: str = "slots",
+    mode: str = "sync",
 ) -> PoolPlan:
     section = {"count": workers} if isinstance(workers, int) else workers
     job = Job.model_validate(
@@ -34,10 +35,11 @@ def plan(
             "workers": section,
             "slots": slots or {},
             "batch_norm": {"sync": sync},
+            "parallel": {"mode": mode},
             "learning_rate": {"policy": "stpt_horizon", "search_on": search_on},
         }
     )
-    return plan_pools(pool_request(job, candidates=candidates), nodes)
+    return plan_pools(PoolRequest.from_job(job, candidates=candidates), nodes)
 
 
 def test_quickstart_on_two_cores_runs_in_two_waves() -> None:
@@ -201,6 +203,16 @@ def test_a_group_that_may_be_smaller_starts_with_what_there_is() -> None:
         plan(LAPTOP, candidates=0, workers=elastic(3))
 
 
+def test_many_asynchronous_workers_are_refused_with_the_reason() -> None:
+    job = {"model": "small_cnn", "data": "digits", "epochs": 1, "global_batch_size": 514}
+    request = PoolRequest.from_job(
+        Job.model_validate({**job, "workers": {"count": 257}, "parallel": {"mode": "async"}}), 0
+    )
+    with pytest.raises(JobError, match=r"workers\.count: at most 256 with async, each of which"):
+        plan_pools(request, [{"CPU": 1000.0}])
+    assert plan_pools(replace(request, asynchronous=False), [{"CPU": 1000.0}]).workers == 257
+
+
 # Who trains candidates.
 
 EIGHT_GPUS = {"CPU": 64.0, "GPU": 8.0}
@@ -272,3 +284,16 @@ def test_by_default_there_is_a_worker_for_each_gpu(
     for search_on in ("workers", "slots", "auto"):
         if search_on != "slots" or "resources" not in workers:
             assert plan(*nodes, workers=workers, search_on=search_on).workers == count
+
+
+def test_only_asynchronous_workers_may_share_a_gpu() -> None:
+    workers = {"count": 2, "resources": {"GPU": 0.5}}
+    with pytest.raises(ResourcesError, match="NCCL needs a GPU for each"):
+        plan(TWO_GPUS, workers=workers, candidates=0)
+    workers["resources"] = {"GPU": 0.6}
+    assert plan(TWO_GPUS, workers=workers, candidates=0).devices == 2
+    workers["resources"] = {"GPU": 0.3}
+    assert (
+        plan(ONE_GPU, workers=workers, slots={"resources": {"GPU": 0.4}}, mode="async").devices
+        == 1
+    )

@@ -17,7 +17,7 @@ from raytrain_opt.config.load import load_job, parse_job
 from raytrain_opt.config.schema import Job
 from raytrain_opt.data.base import DataInfo
 from raytrain_opt.errors import DataError
-from raytrain_opt.execution.preflight import check_job, run_preflight
+from raytrain_opt.execution.check import check_job, try_job
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def initialize(folder: Path, output: Path, label_column: str | None = None) -> t
     init(folder, output, lambda line: lines.append(str(line)), label_column)
     job = load_job(output)
     assert check_job(job) == []
-    assert run_preflight(job).resolved is not None
+    try_job(job)
     return job, "\n".join(lines)
 
 

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from raytrain_opt.cli import main
 from raytrain_opt.commands.runs import list_runs
 from raytrain_opt.errors import JobError
-from raytrain_opt.execution.lock import is_locked, lock_run_directory
+from raytrain_opt.execution.workspace import is_locked, lock_run_directory
 from raytrain_opt.storage import write
 from tests.support.s3_server import S3Server
 from tests.support.synthetic_runs import batch_size, epoch_line, event_line, write_lines, write_run

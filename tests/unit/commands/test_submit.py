@@ -20,7 +20,7 @@ from raytrain_opt.commands import download
 from raytrain_opt.commands.download import MARKER, pack_files, unpack_files
 from raytrain_opt.commands.submit import _download, _relative_path, _show_lines
 from raytrain_opt.errors import ClusterError, JobError
-from raytrain_opt.execution.log_markers import (
+from raytrain_opt.remote.log_markers import (
     ANNOUNCE_VARIABLE,
     announce_run_dir,
     find_marker,

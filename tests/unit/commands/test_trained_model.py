@@ -13,17 +13,16 @@ import torch
 from click.testing import CliRunner, Result
 from PIL import Image
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 from torchvision.transforms.v2 import functional
 
 from raytrain_opt import Job, cli, load_model, run, storage
 from raytrain_opt.commands.evaluate import evaluate_runs
-from raytrain_opt.commands.export import export
+from raytrain_opt.commands.export import FORMATS, Format, export
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.data.images import center_crop, stretch
 from raytrain_opt.data.transforms import Preprocessing, describe_input, make_transform
 from raytrain_opt.errors import CheckpointError, DataError, JobError, RaytrainOptError
-from raytrain_opt.train.trained_model import TrainedModel
 from tests.support.cli_errors import command_error
 from tests.support.s3_server import S3Server
 from tests.support.small_jobs import small_job
@@ -273,7 +272,7 @@ def test_tied_weights_are_exported_as_safetensors(tmp_path: Path) -> None:
         assert torch.equal(file.get_tensor("1.weight"), file.get_tensor("2.weight"))
 
 
-@pytest.mark.parametrize("name", ["torch_export", "torchscript", "safetensors"])
+@pytest.mark.parametrize("name", ["torch_export", "safetensors"])
 def test_exported_files_hold_the_network_and_its_metadata(
     digits: str, tmp_path: Path, name: str
 ) -> None:
@@ -286,14 +285,9 @@ def test_exported_files_hold_the_network_and_its_metadata(
     if name == "safetensors":
         with safe_open(path, "pt") as file:
             texts["metadata.json"] = file.metadata()["raytrain_opt"]
-            output = None
             assert set(file.keys()) == set(model.network.state_dict())
-    elif name == "torch_export":
-        output = torch.export.load(path, extra_files=texts).module()(x)
     else:
-        with pytest.warns((FutureWarning, DeprecationWarning), match="jit.load"):
-            output = torch.jit.load(path, _extra_files=texts)(x)
-    if output is not None:
+        output = torch.export.load(path, extra_files=texts).module()(x)
         assert torch.allclose(output, model.network(x), atol=1e-5)
     assert json.loads(texts["metadata.json"])["class_names"] == list("0123456789")
     assert json.loads(texts["metadata.json"])["input"]["divide_by"] == 255
@@ -322,19 +316,12 @@ def test_onnx_without_its_packages_names_the_extra(
     assert "raytrain_opt[onnx]" in message
 
 
-class SumsTheBatch(torch.nn.Module):
-    """Depends on the size of the batch that it was traced with."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.flatten(1) * float(len(x))
-
-
-def test_a_network_that_exports_wrongly_writes_no_file(digits: str, tmp_path: Path) -> None:
+def test_a_network_that_exports_wrongly_writes_no_file(
+    digits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = load_model(digits, device="cpu")
-    values = {**vars(model), "network": SumsTheBatch().eval()}
-    with (
-        pytest.warns(torch.jit.TracerWarning),
-        pytest.raises(RaytrainOptError, match="computes something else"),
-    ):
-        export(TrainedModel(**values), "torchscript", str(tmp_path / "model.pt"))
+    wrong = Format("bin", lambda model, _: (b"wrong", lambda x: model.network(x) + len(x)))
+    monkeypatch.setitem(FORMATS, "safetensors", wrong)
+    with pytest.raises(RaytrainOptError, match="computes something else"):
+        export(model, "safetensors", str(tmp_path / "model"))
     assert not list(tmp_path.iterdir())

@@ -57,11 +57,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "parallel.micro_batches",
         "set workers.count",
     ),
-    ({"parallel": {**ASYNC, "shards": 0}}, "parallel.shards", "more than 0"),
     ({"parallel": {"mode": "asynchronous"}}, "parallel.mode", "must be one of sync, balanced, "),
     ({"parallel": {"staleness_bound": 2}}, "parallel.staleness_bound", "parallel.mode: async"),
-    ({"parallel": {"shards": 2}}, "parallel.shards", "parallel.mode: async"),
-    ({"parallel": {"snapshot_every": 2}}, "parallel.snapshot_every", "parallel.mode: async"),
 ]
 
 

@@ -11,7 +11,7 @@ from raytrain_opt.config.load import parse_job
 from raytrain_opt.config.schema import Job
 from raytrain_opt.config.section import BrokenRulesError
 from raytrain_opt.errors import JobError, Problem
-from raytrain_opt.execution.preflight import check_sections
+from raytrain_opt.execution.check import check_sections
 
 GOOD = {
     "model": "model: resnet8",

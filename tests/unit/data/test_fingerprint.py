@@ -16,7 +16,7 @@ from raytrain_opt.commands.shard import write_shards
 from raytrain_opt.data.base import DataInfo
 from raytrain_opt.data.fingerprint import DataFingerprint
 from raytrain_opt.errors import DataError
-from raytrain_opt.execution.preflight import _read_data
+from raytrain_opt.execution.check import read_data
 from tests.support.small_jobs import small_job
 
 Change = Callable[[Path], object]
@@ -25,7 +25,7 @@ ALL = [i % 2 for i in range(20)]
 
 def read(section: dict[str, Any]) -> DataInfo:
     job = small_job(Path(), data=section)
-    return _read_data(job)[1]
+    return read_data(job)[1]
 
 
 def folder_section(root: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,25 +13,21 @@ import pytest
 from pydantic import TypeAdapter
 
 from raytrain_opt import Job
-from raytrain_opt.cluster.resources import plan_pools
-from raytrain_opt.config.load import dump_job, load_job, parse_job
+from raytrain_opt.cluster.resources import PoolRequest, plan_pools
+from raytrain_opt.config.load import dump_job, parse_job
 from raytrain_opt.data.base import DataInfo
 from raytrain_opt.errors import JobError
-from raytrain_opt.execution.batch_size import (
-    BatchSizeResult,
-    _search,
-    find_batch_size,
-    search_batch_size,
-)
-from raytrain_opt.execution.preflight import Preflight, pool_request
-from raytrain_opt.execution.rescale import apply_batch_size, resolve_lr_scaling
+from raytrain_opt.execution.batch_size import find_batch_size, search_batch_size
+from raytrain_opt.execution.resolve import Placement, settle
+from raytrain_opt.execution.start import prober_config
 from raytrain_opt.paths import RunPaths
-from raytrain_opt.pools.probes import ProbeConfig
-from raytrain_opt.recording.records import BatchSizeProbeRecord
+from raytrain_opt.pools.programs import ResidentConfig
+from raytrain_opt.recording.reader import read_record
+from raytrain_opt.recording.records import BatchSizeProbeRecord, BatchSizeRecord
 from raytrain_opt.results import GradientNorms, Probe
-from raytrain_opt.search.batch_size.strategy import SizeBounds
+from raytrain_opt.search.batch_size.strategy import BatchSizeChoice, SizeBounds
 from raytrain_opt.search.noise_scale import NoiseScale, NoiseScaleSummary
-from tests.support.synthetic_runs import batch_size, probe_line, write_run
+from tests.support.synthetic_runs import probe_line, write_run
 
 STPT = {"policy": "stpt", "initial": 0.1}
 
@@ -48,10 +45,14 @@ def job(search: Any = None, **changes: Any) -> Job:
     return parse_job({**values, **changes})
 
 
+def settled(searched: Job, batch_size: int) -> Job:
+    return settle(searched, Placement.from_job(searched), batch_size)
+
+
 @pytest.mark.parametrize(("rule", "lr"), [("linear", 0.4), ("sqrt", 0.2), ("none", 0.1)])
 @pytest.mark.parametrize("policy", [STPT, {"policy": "schedule", "initial": 0.1}])
 def test_batch_and_rate_follow_the_choice(rule: str, lr: float, policy: Any) -> None:
-    chosen = apply_batch_size(job({"lr_rule": rule}, learning_rate=policy), 128)
+    chosen = settled(job({"lr_rule": rule}, learning_rate=policy), 256)
     assert chosen.global_batch_size == 256
     assert chosen.learning_rate.model_dump()["initial"] == pytest.approx(lr)
     assert chosen.batch_size_search is None
@@ -60,16 +61,16 @@ def test_batch_and_rate_follow_the_choice(rule: str, lr: float, policy: Any) -> 
 @pytest.mark.parametrize(("rule", "lr"), [("linear", 0.025), ("sqrt", 0.05)])
 def test_a_rate_for_another_batch_is_scaled_to_the_jobs(rule: str, lr: float) -> None:
     policy = {**STPT, "scaling": {"reference_batch_size": 256, "rule": rule}}
-    scaled = resolve_lr_scaling(job(learning_rate=policy)).learning_rate.model_dump()
+    scaled = settled(job(learning_rate=policy), 64).learning_rate.model_dump()
     assert scaled["initial"] == pytest.approx(lr)
     assert scaled["scaling"] is None
 
 
 def test_a_chosen_batch_is_scaled_by_the_jobs_own_rule() -> None:
     policy = {**STPT, "scaling": {"reference_batch_size": 256, "rule": "sqrt"}}
-    chosen = apply_batch_size(job({"lr_rule": "none"}, learning_rate=policy), 512)
+    chosen = settled(job({"lr_rule": "none"}, learning_rate=policy), 1024)
     assert chosen.learning_rate.model_dump()["initial"] == pytest.approx(0.2)
-    assert resolve_lr_scaling(chosen) == chosen
+    assert settled(chosen, 1024) == chosen
 
 
 @pytest.mark.parametrize(
@@ -112,91 +113,79 @@ def test_wrong_settings_are_named(search: Any, path: str) -> None:
     assert path in str(caught.value)
 
 
-def test_a_resumed_run_keeps_its_batch_size(tmp_path: Path) -> None:
-    paths = RunPaths(tmp_path)
-    paths.batch_size.write_text(json.dumps(batch_size(batch_size_per_worker=48)))
-    info: Any = SimpleNamespace(train_size=1000, search_size=900, validation_size=100)
-    preflight = Preflight(None, info)
-    session: Any = SimpleNamespace(job=job(), paths=paths, preflight=preflight)
-    resolved = search_batch_size(session)
-    assert resolved.job.global_batch_size == 96
-    assert resolved.steps.first == 1000 // 96
-    assert load_job(paths.job) == resolved.job
-
-
-def test_a_job_without_a_search_is_resolved_already() -> None:
-    plain = job().model_copy(update={"batch_size_search": None})
-    session: Any = SimpleNamespace(job=plain, resolved=object())
-    assert search_batch_size(session) is session.resolved
-
-
-def session_of(searched: Job, folder: Path, train_size: int = 10_000) -> tuple[Any, list[str]]:
-    """Return a session, and the lines that it shows."""
-    lines: list[str] = []
-    session = SimpleNamespace(
-        job=searched,
-        paths=RunPaths.create(str(folder), "run"),
-        preflight=Preflight(None, DataInfo(10, (1, 8, 8), train_size, train_size, 0, 100)),
-        plan=SimpleNamespace(use_gpu=False),
-        terminal=SimpleNamespace(note=lines.append, phase=lambda _: None),
-    )
-    return session, lines
-
-
 def search_of(
-    searched: Job, folder: Path, monkeypatch: pytest.MonkeyPatch, train_size: int = 10_000
-) -> tuple[BatchSizeResult, SizeBounds, str]:
+    searched: Job, folder: Path, train_size: int = 10_000
+) -> tuple[BatchSizeRecord, SizeBounds, str]:
     """Search on a machine that chooses the largest size; return what is shown, too."""
+    lines: list[str] = []
+    paths = RunPaths.create(str(folder), "run")
+    terminal = SimpleNamespace(note=lines.append, phase=lambda _: None)
+    workspace: Any = SimpleNamespace(paths=paths, terminal=terminal)
     seen: list[SizeBounds] = []
 
-    def probe(_: Any, bounds: SizeBounds, __: Any) -> Any:
+    def build(_: Any, bounds: SizeBounds) -> Any:
         seen.append(bounds)
-        record = BatchSizeProbeRecord.model_validate(probe_line(1, bounds.largest, check=True))
-        return bounds.largest, "the largest", [record]
+        return None
 
-    monkeypatch.setattr("raytrain_opt.execution.batch_size._probe", probe)
-    session, lines = session_of(searched, folder, train_size)
-    assert searched.batch_size_search is not None
-    result = _search(searched.batch_size_search, session)
-    return result, seen[0], "\n".join(lines)
+    def run_probes(_: Any, _p: Any, _max: int, on_probe: Any) -> BatchSizeChoice:
+        largest = seen[0].largest
+        on_probe(BatchSizeProbeRecord.model_validate(probe_line(1, largest, check=True)))
+        return BatchSizeChoice(largest, "the largest")
+
+    placement, info = (
+        Placement.from_job(searched),
+        DataInfo(10, (1, 8, 8), train_size, train_size, 0, 100),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("raytrain_opt.execution.batch_size.build_strategy", build)
+        patch.setattr("raytrain_opt.execution.batch_size.run_probes", run_probes)
+        size, again = (
+            search_batch_size(searched, info, placement, workspace, nullcontext, use_gpu=False)  # type: ignore[arg-type]
+            for _ in range(2)
+        )
+    record = read_record(str(paths.local), "batch_size.json", BatchSizeRecord)
+    assert record is not None
+    # A resumed run does not search again.
+    assert (size, len(seen)) == (again, 1)
+    assert size == record.global_batch_size.after
+    return record, seen[0], "\n".join(lines)
 
 
-def test_the_result_says_how_many_updates_are_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_result_says_how_many_updates_are_left(tmp_path: Path) -> None:
     for changes, words in (
         ({"epochs": 6}, "156 an epoch, 936 in all -> 84 an epoch, 504 in all"),
         ({"epochs": 1}, "156 an epoch, 156 in all -> 156 an epoch, 156 in all"),
     ):
-        text = search_of(job(**changes), tmp_path, monkeypatch)[2]
+        text = search_of(job(**changes), tmp_path)[2]
         assert f"; updates: {words}; 1 probes" in text
 
 
 @pytest.mark.parametrize(
-    ("rule", "batch", "warns"),
-    [("linear", 64, False), ("linear", 32, True), ("sqrt", 32, False), ("none", 2, False)],
+    ("settings", "batch", "chosen", "warns"),
+    [
+        ({"lr_rule": "linear"}, 64, 500, False),
+        ({"lr_rule": "linear"}, 32, 256, False),
+        ({"lr_rule": "linear", "max_batch_size": 1000}, 32, 500, True),
+        ({"lr_rule": "sqrt"}, 32, 500, False),
+        ({"lr_rule": "none"}, 2, 500, False),
+    ],
 )
-def test_a_rate_that_grows_beyond_what_its_rule_bears_is_warned_of(
-    rule: str, batch: int, warns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_rate_grows_beyond_what_its_rule_bears_only_for_a_size_of_the_job(
+    settings: dict[str, Any], batch: int, chosen: int, warns: bool, tmp_path: Path
 ) -> None:
-    searched = job({"lr_rule": rule}, epochs=50, global_batch_size=batch)
-    result, _, text = search_of(searched, tmp_path, monkeypatch)
-    assert result.job.global_batch_size == 500
+    searched = job(settings, epochs=50, global_batch_size=batch)
+    record, _, text = search_of(searched, tmp_path)
+    assert record.global_batch_size.after == chosen
     assert ("warning: learning_rate.initial grows 15.6-fold" in text) == warns
-    assert f"max_batch_size: {8 * batch // 2}" in text or not warns
 
 
-def test_a_time_limit_bounds_the_time_of_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_time_limit_bounds_the_time_of_a_step(tmp_path: Path) -> None:
     searched = job(epochs=None, train_for="1000s", learning_rate={**STPT, "policy": "schedule"})
-    _, bounds, _ = search_of(searched, tmp_path, monkeypatch)
+    _, bounds, _ = search_of(searched, tmp_path)
     assert bounds == SizeBounds(250, 5000, 2, 32, max_step_s=1.6)
 
 
-def test_a_noise_scale_is_taken_from_the_newest_finished_run_of_the_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_noise_scale_is_taken_from_the_newest_finished_run_of_the_job(tmp_path: Path) -> None:
     def run(number: int, noise_scales: list[float], ran: Job) -> Path:
         folder = tmp_path / f"run-2026010{number}-000000-000000000000000{number}"
         write_run(folder, epochs=1)
@@ -209,7 +198,7 @@ def test_a_noise_scale_is_taken_from_the_newest_finished_run_of_the_job(
         return folder
 
     def known() -> float | None:
-        return search_of(searched, tmp_path, monkeypatch)[1].noise_scale
+        return search_of(searched, tmp_path)[1].noise_scale
 
     searched = job(storage_path=str(tmp_path))
     assert known() is None
@@ -218,7 +207,7 @@ def test_a_noise_scale_is_taken_from_the_newest_finished_run_of_the_job(
     assert known() == pytest.approx(150)  # samples grow by 1 + B / N: the harmonic mean
     damaged = run(3, [9.0], searched)
     (damaged / "result.json").write_text("{")
-    _, bounds, text = search_of(searched, tmp_path, monkeypatch)
+    _, bounds, text = search_of(searched, tmp_path)
     assert bounds.noise_scale == pytest.approx(150)
     assert f"the noise scale of {damaged} is not used" in text
     run(4, [20.0, math.inf], searched)
@@ -227,30 +216,20 @@ def test_a_noise_scale_is_taken_from_the_newest_finished_run_of_the_job(
     assert known() is None
 
 
-def test_a_probe_has_the_threads_of_a_worker_on_its_node(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Started(Exception):  # noqa: N818
-        pass
+def test_a_slot_that_probes_has_the_resources_and_threads_of_a_worker(tmp_path: Path) -> None:
+    paths = RunPaths.create(str(tmp_path), "run")
 
-    def start(config: ProbeConfig, *_: Any) -> None:
-        assert config.threads == 4
-        raise Started
+    def config(node: dict[str, float], **workers: Any) -> ResidentConfig:
+        spread = job(workers={"count": 4, **workers}, storage_path=str(tmp_path))
+        plan = plan_pools(PoolRequest.from_job(spread, 0), [node] * 2)
+        return prober_config(spread, plan, Placement.from_job(spread), paths, None)
 
-    monkeypatch.setattr("raytrain_opt.pools.probes.ProbeProcess", start)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
-    monkeypatch.setattr("ray.put", lambda _: None)
-    spread = job(workers={"count": 4, "resources": {"CPU": 4}}, storage_path=str(tmp_path))
-    session: Any = SimpleNamespace(
-        job=spread,
-        owns_ray=True,
-        paths=RunPaths.create(str(tmp_path), "run"),
-        preflight=Preflight(None, DataInfo(10, (1, 8, 8), 1000, 900, 100, 100)),
-        plan=plan_pools(pool_request(spread, candidates=0), [{"CPU": 8.0}] * 2),
-        terminal=SimpleNamespace(note=lambda _: None, phase=lambda _: None),
-    )
-    with pytest.raises(Started):
-        search_batch_size(session)
+    on_cpu = config({"CPU": 8.0}, resources={"CPU": 4})
+    assert (on_cpu.plan.slots, on_cpu.plan.slots_per_node) == (1, 2)  # two workers on a node
+    assert on_cpu.plan.slot_resources == {"CPU": 4}
+    assert on_cpu.learner.worker_count == 4
+    on_gpu = config({"CPU": 8.0, "GPU": 2.0}, resources={"GPU": 0.6})
+    assert on_gpu.plan.slot_resources == {"GPU": 1.0}
 
 
 @pytest.mark.parametrize("measured", [True, False])

@@ -34,6 +34,7 @@ from raytrain_opt.errors import (
 )
 from raytrain_opt.execution.signals import Terminated
 from raytrain_opt.execution.training_run import TrainingRun
+from raytrain_opt.paths import ENDING
 from raytrain_opt.recording.records import EpochRecord, RoundRecord
 from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
 from raytrain_opt.train.data_parallel import Parallel
@@ -118,6 +119,30 @@ def test_a_run_in_one_process_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert uninterrupted.lrs == resumed.lrs
 
 
+def test_a_command_that_was_killed_after_the_result_is_repeated_without_training(
+    tmp_path: Path,
+) -> None:
+    job = tiny_job(tmp_path, resume="auto")
+    first = run(job, in_process=True)
+    assert not Path(first.run_dir, ENDING).exists()
+    Path(first.run_dir, ENDING).touch()
+    again = run(job, in_process=True)
+    assert (again.run_dir, again.lrs) == (first.run_dir, first.lrs)
+    assert len(read_lines(first.run_dir, "epochs")) == 2
+    assert run(job, in_process=True).run_dir != first.run_dir
+
+
+def test_an_edited_job_is_not_resumed(tmp_path: Path) -> None:
+    first = run(tiny_job(tmp_path), in_process=True)
+    Path(first.run_dir, "result.json").unlink()
+    file = Path(first.run_dir, "job.yaml")
+    job = load_job(file).model_copy(update={"seed": 7, "epochs": 3})
+    file.write_text(dump_job(job))
+    with pytest.raises(JobError, match=r"(?s)job\.yaml.*was edited.*seed: is 0 in that run"):
+        run(job, in_process=True, resume=first.run_dir)
+    assert read_lines(first.run_dir, "epochs")[-1]["epoch"] == 2
+
+
 def test_a_resumed_run_computes_with_the_threads_that_it_began_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,7 +175,7 @@ def test_a_finished_run_is_extended_with_one_command(
     longer = run(tiny_job(tmp_path / "b", epochs=4, **cosine), in_process=True)
     command = ["run", "--in-process", "--resume", first.run_dir, "--set", "epochs=4"]
     assert CliRunner().invoke(main, command).exit_code == 0
-    lrs = [lr for epoch in read_lines(first.run_dir, "schedule") for lr in epoch["lrs"]]
+    lrs = [lr for epoch in read_lines(first.run_dir, "schedule") for lr in epoch["steps"]["lrs"]]
     assert lrs == [*first.lrs, *longer.lrs[len(first.lrs) :]]
     [_, event] = read_lines(first.run_dir, "events")
     assert (event["kind"], event["epoch"]) == ("length", 3)
@@ -204,7 +229,7 @@ def test_another_optimizer_of_the_new_length_is_refused(tmp_path: Path) -> None:
     horizon: dict[str, Any] = {"learning_rate": {"policy": "stpt_horizon"}, "optimizer": "auto"}
     first = run(tiny_job(tmp_path, epochs=1, **horizon), in_process=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("raytrain_opt.search.optimizer_race.is_too_costly", lambda *_: True)
+        patch.setattr("raytrain_opt.execution.resolve.is_too_costly", lambda *_: True)
         with pytest.raises(JobError, match="epochs: would continue with SGD after .* Muon"):
             run(tiny_job(tmp_path, **horizon), in_process=True, resume=first.run_dir)
 
@@ -358,7 +383,7 @@ def test_an_optimizer_that_was_chosen_is_recorded_and_replayed_bit_for_bit(
     replayed = run(job, in_process=True)
     decays = [line["weight_decay_factor"] for line in read_lines(searched.run_dir, "epochs")]
     assert decays[0] == 0 < decays[1] < decays[2]
-    held_out = [line["held_out"] for line in read_lines(searched.run_dir, "schedule")]
+    held_out = [line["steps"]["held_out"] for line in read_lines(searched.run_dir, "schedule")]
     assert held_out == [143] * 8 + [0] * 8  # a tenth of the digits
     file = "checkpoints/epoch-0016/weights.safetensors"
     weights = [(Path(r.run_dir) / file).read_bytes() for r in (searched, replayed)]
@@ -400,7 +425,7 @@ def test_averaged_and_training_weights_survive_a_resume(
 def test_the_large_batch_kit_trains_together(tmp_path: Path) -> None:
     """On two processes too: see tests/multiprocess."""
     result = run(large_batch_job(tmp_path), in_process=True)
-    first, *later = (len(line["lrs"]) for line in read_lines(result.run_dir, "schedule"))
+    first, *later = (len(line["steps"]["lrs"]) for line in read_lines(result.run_dir, "schedule"))
     assert later == [first // 2] * 2
     assert max(result.lrs) <= 1.0 < 2 * max(result.lrs)
     assert not (Path(result.run_dir) / "rounds.jsonl").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from raytrain_opt.recording.records import EpochRecord
 from raytrain_opt.results import EvalTotals, Split, TrainTotals
 from raytrain_opt.search.policy import Decision, History
 from raytrain_opt.search.time_budget import Pace
+from tests.support.resolved import resolve_here
 from tests.support.small_jobs import small_job
 from tests.support.synthetic_runs import epoch_line
 
@@ -36,10 +38,10 @@ class FakeTraining:
         self.optimizers: list[int] = []
 
     def train(self, command: MainTrain, *, check: bool) -> TrainingOutcome:
-        steps = len(command.lrs)
-        duration_s = steps * STEPS_S[command.optimizer]
+        steps = len(command.steps.lrs)
+        duration_s = steps * STEPS_S[command.steps.optimizer]
         self.now_s += duration_s + OTHER_S
-        self.optimizers.append(command.optimizer)
+        self.optimizers.append(command.steps.optimizer)
         totals = TrainTotals(steps, steps, 0.0, 0, duration_s, 0.0)
         return TrainingOutcome(command.state, totals, (), {}, 1)
 
@@ -68,7 +70,7 @@ def timed(tmp_path: Path) -> Iterator[TrainingLength]:
     job = small_job(tmp_path, epochs=None, train_for=100.0, learning_rate=schedule)
     recorder = Recorder(RunPaths.create(str(tmp_path), "run"))
     event_log = EventLog(recorder, lambda _: None, monotonic_s())
-    yield TrainingLength(job, EpochSteps(STEPS), event_log)
+    yield TrainingLength(replace(resolve_here(job), steps=EpochSteps(STEPS)), event_log)
     recorder.close()
 
 

@@ -13,14 +13,10 @@ import pytest
 from raytrain_opt.config.load import dump_job, parse_job
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, StorageError
-from raytrain_opt.execution.rescale import apply_batch_size, resolve_lr_scaling, set_workers
-from raytrain_opt.execution.resume import (
-    check_resumed_job,
-    find_unfinished_run,
-    keep_workers,
-)
-from raytrain_opt.execution.session import how_to_resume
-from raytrain_opt.paths import RunPaths, newest_unfinished
+from raytrain_opt.execution.resolve import Placement, settle
+from raytrain_opt.execution.resume import check_edited_job, find_run, job_fields
+from raytrain_opt.execution.workspace import how_to_resume
+from raytrain_opt.paths import ENDING, RunPaths, mark_ended, newest_unfinished
 from raytrain_opt.storage import join, write, write_json
 from tests.support.s3_server import S3Server
 from tests.support.synthetic_runs import batch_size, epoch_line
@@ -42,10 +38,23 @@ def job(storage: object, **changes: Any) -> Job:
     return parse_job({**values, **changes})
 
 
+def settled(settled_job: Job, batch_size: int = 8) -> Job:
+    """Return the job as a run on one worker writes it."""
+    return settle(settled_job, Placement(1, None, 0), batch_size)
+
+
+def found_run(unfinished_job: Job) -> str | None:
+    return find_run(unfinished_job, None)[1]
+
+
 def make_run(storage: object, run_id: str, started_with: Job, *files: str) -> str:
     """Make a run directory with the job as a run writes it and these other files."""
     run_dir = join(str(storage), run_id)
-    write(run_dir, "job.yaml", dump_job(started_with).encode())
+    write(
+        run_dir,
+        "job.yaml",
+        dump_job(settled(started_with, started_with.global_batch_size)).encode(),
+    )
     for name in files:
         write(run_dir, name, b'{"checkpoints": []}')
     return run_dir
@@ -70,7 +79,7 @@ def test_the_newest_unfinished_run_of_the_name_is_resumed(storage: str) -> None:
     make_run(storage, "r-20260105-000000-aaaaaaaaaaaaaaaa", unfinished_job)
     make_run(storage, "r-more-20260106-000000-aaaaaaaaaaaaaaaa", unfinished_job, *SAVED)
     make_run(storage, "r-20260107-000000-aaaaaaaaaaaaaaaa.old", unfinished_job, *SAVED)
-    assert find_unfinished_run(unfinished_job) == newest
+    assert found_run(unfinished_job) == newest
     assert RunPaths.existing(newest, write=False).shown == newest
 
 
@@ -83,22 +92,55 @@ def test_the_directory_of_a_run_is_recognized(tmp_path: Path) -> None:
 
 
 def test_without_an_unfinished_run_a_new_one_is_started(storage: str) -> None:
-    assert find_unfinished_run(job(storage)) is None
+    assert found_run(job(storage)) is None
     make_run(storage, "r-20260101-000000-aaaaaaaaaaaaaaaa", job(storage), *FINISHED)
-    assert find_unfinished_run(job(storage)) is None
+    assert found_run(job(storage)) is None
+
+
+def test_a_run_whose_command_was_killed_after_its_result_is_found(storage: str) -> None:
+    """As while Ray shuts down; a new run would train once more."""
+    files = (*FINISHED, ENDING)
+    run_dir = make_run(storage, "r-20260101-000000-aaaaaaaaaaaaaaaa", job(storage), *files)
+    assert found_run(job(storage)) == run_dir
+    for _ in range(2):
+        mark_ended(run_dir)
+        assert found_run(job(storage)) is None
+
+
+@pytest.mark.parametrize(
+    ("edits", "message"),
+    [
+        ({}, None),
+        ({"checkpoint": {"keep": 5}}, None),
+        ({"epochs": 9}, None),
+        ({"epochs": 2}, "epochs: must be more than the 2 epochs"),
+        ({"seed": 1}, r"job.yaml: of .* was edited .*epochs=N.*seed: is 0 in that run"),
+        ({"seed": 1, "epochs": 9}, "was edited since the latest checkpoint"),
+    ],
+)
+def test_an_edited_job_is_compared_with_the_one_of_the_checkpoint(
+    tmp_path: Path, edits: dict[str, Any], message: str | None
+) -> None:
+    trained = job(tmp_path, workers={"count": 1})
+    edited = job(tmp_path, workers={"count": 1}, **edits)
+    run_dir = make_run(tmp_path, "r-20260101-000000-aaaaaaaaaaaaaaaa", edited, *SAVED)
+    write(run_dir, "epochs.jsonl", epochs(2))
+    same, _ = find_run(edited, run_dir)
+    with nullcontext() if message is None else pytest.raises(JobError, match=f"(?s){message}"):
+        check_edited_job(same, job_fields(trained), 2, run_dir)
 
 
 def test_a_job_resumes_only_when_it_says_so(tmp_path: Path) -> None:
     assert Job.model_fields["resume"].default == "never"
     unfinished_job = job(tmp_path)
     make_run(tmp_path, "r-20260101-000000-aaaaaaaaaaaaaaaa", unfinished_job, *SAVED)
-    assert find_unfinished_run(unfinished_job.model_copy(update={"resume": "never"})) is None
+    assert found_run(unfinished_job.model_copy(update={"resume": "never"})) is None
 
 
 def test_storage_path_and_resume_are_not_compared(tmp_path: Path) -> None:
     before = job("elsewhere", resume="never")
     run_dir = make_run(tmp_path, "r-20260101-000000-aaaaaaaaaaaaaaaa", before, *SAVED)
-    assert find_unfinished_run(job(tmp_path)) == run_dir
+    assert found_run(job(tmp_path)) == run_dir
 
 
 def test_another_job_is_refused_with_the_fields_that_differ(storage: str) -> None:
@@ -106,7 +148,7 @@ def test_another_job_is_refused_with_the_fields_that_differ(storage: str) -> Non
     schedule = {"policy": "schedule", "shape": "linear"}
     other = job(storage, model="small_cnn", epochs=5, learning_rate=schedule)
     with pytest.raises(JobError) as caught:
-        find_unfinished_run(other)
+        found_run(other)
     message = str(caught.value)
     assert f"resume: auto found the unfinished run {run_dir}" in message
     assert f"raytrain-opt run --resume {quote(run_dir)}, or start" in message
@@ -145,9 +187,9 @@ def test_a_run_that_is_named_continues_its_own_job(
     began = job(storage)
     run_dir = make_run(storage, "r-20260101-000000-aaaaaaaaaaaaaaaa", began, *SAVED)
     write(run_dir, "epochs.jsonl", epochs(2))
-    check_resumed_job(began, run_dir)
+    find_run(began, run_dir)
     with pytest.raises(JobError, match=rf"(?s)resume: continues .* can change.*{field}.*: is"):
-        check_resumed_job(job(storage, **changes), run_dir)
+        find_run(job(storage, **changes), run_dir)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +225,7 @@ def test_a_run_may_get_another_length(
     run_dir = make_run(storage, run_id, job(storage, **before), *files)
     write(run_dir, "epochs.jsonl", epochs(3))
     with nullcontext() if message is None else pytest.raises(JobError, match=message):
-        check_resumed_job(job(storage, **changes), run_dir)
+        find_run(job(storage, **changes), run_dir)
 
 
 def test_the_length_stays_while_the_search_that_belongs_to_it_is_not_complete(
@@ -191,7 +233,7 @@ def test_the_length_stays_while_the_search_that_belongs_to_it_is_not_complete(
 ) -> None:
     run_dir = make_run(storage, "r-20260101-000000-aaaaaaaaaaaaaaaa", job(storage), *SAVED)
     with pytest.raises(JobError, match="epochs: cannot change before epoch 1 is complete"):
-        check_resumed_job(job(storage, epochs=9), run_dir)
+        find_run(job(storage, epochs=9), run_dir)
 
 
 def test_the_command_for_another_job_trusts_the_functions_of_the_unfinished_run(
@@ -200,7 +242,7 @@ def test_the_command_for_another_job_trusts_the_functions_of_the_unfinished_run(
     own = job(tmp_path, model="my.models:net")
     run_dir = make_run(tmp_path, "r-20260101-000000-aaaaaaaaaaaaaaaa", own, *SAVED)
     with pytest.raises(JobError, match=f"raytrain-opt run --resume {run_dir} --trust, or start"):
-        find_unfinished_run(job(tmp_path))
+        found_run(job(tmp_path))
 
 
 def test_what_a_resumed_run_may_change_is_not_another_job(tmp_path: Path) -> None:
@@ -210,10 +252,11 @@ def test_what_a_resumed_run_may_change_is_not_another_job(tmp_path: Path) -> Non
         "max_restarts": 7,
         "timeouts": {"no_progress_s": 3600},
         "workers": {"resources": {"GPU": 0.5}},
+        "data": {"name": "digits", "root": "/moved"},
     }
     run_id = "r-20260101-000000-aaaaaaaaaaaaaaaa"
     run_dir = make_run(tmp_path, run_id, job(tmp_path, **changes), *SAVED)
-    assert find_unfinished_run(job(tmp_path)) == run_dir
+    assert found_run(job(tmp_path)) == run_dir
 
 
 @pytest.mark.parametrize(
@@ -228,37 +271,30 @@ def test_what_a_resumed_run_may_change_is_not_another_job(tmp_path: Path) -> Non
     ],
     ids=["linear", "none", "scaling"],
 )
-@pytest.mark.parametrize("is_settled", [True, False])
-def test_a_searched_batch_size_is_not_another_job(
-    tmp_path: Path, changes: dict[str, Any], is_settled: bool
-) -> None:
+def test_a_searched_batch_size_is_not_another_job(tmp_path: Path, changes: dict[str, Any]) -> None:
     """After its search, a run writes the job with the batch size that was found."""
     unfinished_job = job(tmp_path, **changes)
-    settled = resolve_lr_scaling(apply_batch_size(unfinished_job, 48))
-    assert settled != unfinished_job
     run_id = "r-20260101-000000-aaaaaaaaaaaaaaaa"
-    run_dir = make_run(tmp_path, run_id, settled if is_settled else unfinished_job, *SAVED)
+    run_dir = make_run(tmp_path, run_id, settled(unfinished_job, 48), *SAVED)
     write_json(tmp_path / run_id / "batch_size.json", batch_size(batch_size_per_worker=48))
-    assert find_unfinished_run(unfinished_job) == run_dir
+    assert found_run(unfinished_job) == run_dir
     rate = {**unfinished_job.learning_rate.model_dump(), "initial": 0.7}
     faster = job(tmp_path, **{**changes, "learning_rate": rate})
     with pytest.raises(JobError, match=r"learning_rate\.initial: is [01]\.\d+ in that run"):
-        find_unfinished_run(faster)
+        found_run(faster)
 
 
 def test_a_scaled_rate_is_not_another_job(tmp_path: Path) -> None:
     scaled = {"policy": "schedule", "scaling": {"reference_batch_size": 4}}
     unfinished_job = job(tmp_path, learning_rate=scaled)
-    run_dir = make_run(
-        tmp_path, "r-20260101-000000-aaaaaaaaaaaaaaaa", resolve_lr_scaling(unfinished_job), *SAVED
-    )
-    assert find_unfinished_run(unfinished_job) == run_dir
+    run_dir = make_run(tmp_path, "r-20260101-000000-aaaaaaaaaaaaaaaa", unfinished_job, *SAVED)
+    assert found_run(unfinished_job) == run_dir
 
 
 def test_storage_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="file"):
-        find_unfinished_run(job(tmp_path / "file"))
+        found_run(job(tmp_path / "file"))
 
 
 @pytest.mark.parametrize(("rounds", "reached"), [(0, "epoch 3"), (2, "round 2 of epoch 4")])
@@ -279,15 +315,13 @@ def test_an_interrupted_run_says_how_far_it_is_saved(
 
 
 def test_a_resumed_run_keeps_its_workers_and_threads(storage: str) -> None:
-    began = set_workers(job(storage), count=4, threads=3)
+    began = settle(job(storage), Placement(4, 3, 0), 8)
     run_dir = make_run(storage, "r-20260103-000000-0000000000000000", began, *SAVED)
-    assert find_unfinished_run(job(storage)) == run_dir
-    kept = keep_workers(job(storage), run_dir).workers
-    assert (kept.count, kept.threads) == (4, 3)
-    assert keep_workers(job(storage), None).workers.count == "auto"
-    own = keep_workers(job(storage, workers={"threads": 1}), run_dir).workers
-    assert (own.count, own.threads) == (4, 1)
-    other = job(storage, workers={"count": 2})
-    assert keep_workers(other, run_dir).workers.count == 2
+    kept, found = find_run(job(storage), None)
+    assert (kept.workers.count, kept.workers.threads, found) == (4, 3, run_dir)
+    own, _ = find_run(job(storage, workers={"threads": 1}, resume="never"), None)
+    assert (own.workers.count, own.workers.threads) == ("auto", 1)
+    with pytest.raises(JobError, match=r"workers\.threads"):
+        find_run(job(storage, workers={"threads": 1}), None)
     with pytest.raises(JobError, match=r"workers\.count"):
-        find_unfinished_run(other)
+        find_run(job(storage, workers={"count": 2}), None)

@@ -11,9 +11,8 @@ import torch
 
 from raytrain_opt.pools.commands import Evaluate, MainTrain, Pretrain, SendCandidateState
 from raytrain_opt.pools.in_process import InProcessStates
-from raytrain_opt.pools.slot import Slot
-from raytrain_opt.pools.worker import Worker
-from raytrain_opt.results import EvalTotals, TrainTotals
+from raytrain_opt.pools.worker import Slot, Worker
+from raytrain_opt.results import EvalTotals, Steps, TrainTotals
 from raytrain_opt.search.policy import Candidate, TryCandidates
 
 BATCH = 8
@@ -60,13 +59,13 @@ class FakeLearner:
         self.states.add(state)
         return state
 
-    def train(self, epoch: int, first: int, lrs: Any, *_: Any, **__: Any) -> TrainTotals:
-        if lrs[0] < 0:
+    def train(self, epoch: int, steps: Steps, *_: Any, **__: Any) -> TrainTotals:
+        self.lr = steps.lrs[0]
+        if self.lr < 0:
             raise ValueError("a planted failure")
         self.cached_mib += 100
         self.trained += 1
-        self.lr = lrs[0]
-        return TrainTotals(len(lrs), BATCH, lrs[0] * BATCH, 0, 1.0, 0.1)
+        return TrainTotals(len(steps.lrs), BATCH, self.lr * BATCH, 0, 1.0, 0.1)
 
     def evaluate(self, *_: Any, **__: Any) -> EvalTotals:
         self.cached_mib += 10
@@ -125,7 +124,7 @@ def test_no_command_leaves_cached_memory_on_the_device(kind: str) -> None:
         SendCandidateState(command, command.plan.candidates[0], 1),  # to another slot
     ]
     if kind == "worker":
-        commands += [MainTrain(command.state, 1, 2, (0.1,)), Evaluate(command.state)]
+        commands += [MainTrain(command.state, 1, Steps(2, (0.1,))), Evaluate(command.state)]
     for each in commands:
         learner.cached_mib = 7
         resident.handle(each, ignore)
@@ -139,7 +138,7 @@ def test_the_main_training_keeps_no_state_of_a_candidate() -> None:
     worker, learner, states = make("worker")
     worker.handle(a_round(states, 0.1, 0.2), ignore)
     assert len(learner.states) == 1
-    worker.handle(MainTrain(states.put("other", FakeState(1.0)), 1, 2, (0.1,)), ignore)  # type: ignore[arg-type]
+    worker.handle(MainTrain(states.put("other", FakeState(1.0)), 1, Steps(2, (0.1,))), ignore)  # type: ignore[arg-type]
     assert len(learner.states) == 0
 
 
@@ -152,7 +151,7 @@ def test_a_slot_that_was_given_up_trains_nothing() -> None:
 
 def test_a_worker_says_what_was_chosen_for_a_step() -> None:
     worker, _, states = make("worker")
-    reply = worker.handle(MainTrain(states.put("a", FakeState(1.0)), 1, 2, (0.1,)), ignore)  # type: ignore[arg-type]
+    reply = worker.handle(MainTrain(states.put("a", FakeState(1.0)), 1, Steps(2, (0.1,))), ignore)  # type: ignore[arg-type]
     assert reply.parallel["step"] == {
         "precision": "fp32",
         "kernels": (),

@@ -17,6 +17,7 @@ from raytrain_opt.pools.commands import (
     SendCandidateState,
     StateRef,
 )
+from raytrain_opt.results import Steps
 from raytrain_opt.search.policy import Candidate, TryCandidates
 from tests.support.faults import Fault, Faults
 
@@ -26,7 +27,7 @@ PRETRAIN = Pretrain(STATE, TryCandidates(2, 0.1, "", (CANDIDATE,), (1.0,)), (0, 
 COMMANDS: dict[str, Command] = {
     "pretrain": PRETRAIN,
     "send_candidate_state": SendCandidateState(PRETRAIN, CANDIDATE, 0),
-    "main_train": MainTrain(STATE, 2, 0, (0.1,) * 3),
+    "main_train": MainTrain(STATE, 2, Steps(0, (0.1,) * 3)),
     "evaluate": Evaluate(STATE),
 }
 
@@ -87,15 +88,6 @@ def test_a_fault_happens_once_unless_it_is_always(tmp_path: Path) -> None:
     command = COMMANDS["evaluate"]
     assert [steps_until_it_fails(once, command) for _ in range(3)] == [-1, None, None]
     assert [steps_until_it_fails(always, command) for _ in range(3)] == [-1, -1, -1]
-
-
-def test_without_a_fault_the_hook_is_returned_unchanged(tmp_path: Path) -> None:
-    def on_step(done: int, total: int) -> None: ...
-
-    assert (
-        injector(tmp_path, phase="evaluate").inject("worker", 1, COMMANDS["main_train"], on_step)
-        is on_step
-    )
 
 
 def test_a_kill_is_a_sigkill(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
@@ -23,8 +22,7 @@ from raytrain_opt.pools.commands import (
     SendInitialState,
     StateLost,
 )
-from raytrain_opt.pools.mailbox import Mailbox
-from raytrain_opt.pools.mailbox_state import RECORDED_RESIDENTS
+from raytrain_opt.pools.mailbox import RECORDED_RESIDENTS, Mailbox
 from raytrain_opt.recording.spans import Event, Span
 
 T = TypeVar("T")
@@ -54,13 +52,13 @@ def resident(index: int, pid: int = 1) -> Resident:
     return Resident("slot", index, "node", pid, "log")
 
 
-def worker(rank: int, *absent: int, pid: int = 1) -> Resident:
-    return Resident("worker", rank, "node", pid, "log", absent=absent)
+def worker(rank: int, pid: int = 1) -> Resident:
+    return Resident("worker", rank, "node", pid, "log")
 
 
 async def join(box: Mailbox, *residents: Resident) -> None:
     for each in residents:
-        await box.join(each)
+        await box.join([each])
 
 
 async def reply(
@@ -71,7 +69,7 @@ async def reply(
 
 
 async def report(box: Mailbox, sender: Resident, number: int, progress: Progress | None) -> bool:
-    return (await box.report(Report(sender.sender, number, progress))).closed
+    return (await box.receive([Report(sender.sender, number, progress)])).closed
 
 
 async def post(box: Mailbox, pool: str, number: int) -> int:
@@ -82,10 +80,10 @@ async def post(box: Mailbox, pool: str, number: int) -> int:
 def test_residents_are_returned_by_index_when_all_have_joined() -> None:
     async def scene(box: Mailbox) -> list[Resident]:
         asked = await waiting(box.residents("slot", 2))
-        await box.join(resident(1))
+        await box.join([resident(1)])
         assert await box.joined("slot") == [resident(1)]
         assert not asked.done()
-        await box.join(resident(0))
+        await box.join([resident(0)])
         return await asked
 
     assert play(scene) == [resident(0), resident(1)]
@@ -94,13 +92,13 @@ def test_residents_are_returned_by_index_when_all_have_joined() -> None:
 def test_a_command_goes_out_and_replies_come_back() -> None:
     async def scene(box: Mailbox) -> dict[int, Any]:
         await join(box, resident(0), resident(1))
-        waiter = await waiting(box.next_command("slot", 0))
+        waiter = await waiting(box.exchange("slot", 0, []))
         number = await post(box, "slot", 1)
         assert await waiter == (number, SendInitialState())
         collected = await waiting(box.collect("slot", number, range(2)))
         await reply(box, resident(1), number, "b")
         assert [overdue.index for overdue in await box.overdue("slot", range(2))] == [0]
-        await waiting(box.next_command("slot", number))
+        await waiting(box.exchange("slot", number, []))
         assert not collected.done()
         await reply(box, resident(0), number, "a")
         return await collected
@@ -112,7 +110,7 @@ def test_a_command_reaches_one_pool_only() -> None:
     async def scene(box: Mailbox) -> None:
         await join(box, worker(0))
         number = await post(box, "slot", 1)
-        await waiting(box.next_command("worker", 0))
+        await waiting(box.exchange("worker", 0, []))
         collected = await waiting(box.collect("slot", number, range(1)))
         await post(box, "worker", 1)
         await reply(box, worker(0), 1, "of another pool")
@@ -150,17 +148,6 @@ def test_a_late_reply_to_an_earlier_command_is_dropped() -> None:
     assert play(scene) == {0: "now"}
 
 
-def test_replies_to_one_command_are_gone_with_the_next() -> None:
-    async def scene(box: Mailbox) -> list[int]:
-        await join(box, resident(0))
-        number = await post(box, "slot", 1)
-        await reply(box, resident(0), number, "done")
-        await post(box, "slot", 2)
-        return [overdue.index for overdue in await box.overdue("slot", range(1))]
-
-    assert play(scene) == [0]
-
-
 def test_a_collect_of_an_earlier_command_does_not_wait_forever() -> None:
     async def scene(box: Mailbox) -> dict[int, Any]:
         number = await post(box, "slot", 1)
@@ -173,12 +160,12 @@ def test_a_collect_of_an_earlier_command_does_not_wait_forever() -> None:
 
 def test_a_restarted_resident_joins_again_and_gets_the_current_command() -> None:
     async def scene(box: Mailbox) -> tuple[int, list[Resident], int]:
-        await box.join(resident(0, pid=1))
-        await box.join(resident(1, pid=2))
+        await box.join([resident(0, pid=1)])
+        await box.join([resident(1, pid=2)])
         before = (await box.status("slot")).restarts
         number = await post(box, "slot", 1)
-        await box.join(resident(0, pid=3))
-        assert await box.next_command("slot", 0) == (number, SendInitialState())
+        await box.join([resident(0, pid=3)])
+        assert await box.exchange("slot", 0, []) == (number, SendInitialState())
         return before, await box.residents("slot", 2), (await box.status("slot")).restarts
 
     assert play(scene) == (0, [resident(0, pid=3), resident(1, pid=2)], 1)
@@ -191,14 +178,14 @@ def test_a_command_whose_replies_the_driver_has_is_over_for_who_is_restarted() -
         await join(box, resident(0, pid=1))
         number = await post(box, "slot", 1)
         await reply(box, resident(0, pid=1), number, "a")
-        assert await box.join(resident(0, pid=2)) == (1, False)
+        assert await box.join([resident(0, pid=2)]) == (1, False)
         await reply(box, resident(0, pid=2), number, "b")
         for _ in range(2):
             assert await box.collect("slot", number, [0]) == {0: "b"}
-            assert await box.join(resident(0, pid=3)) == (1, True)
+            assert await box.join([resident(0, pid=3)]) == (1, True)
         await post(box, "slot", 2)
         await box.collect("slot", number, [0])
-        assert await box.join(resident(0, pid=4)) == (2, False)
+        assert await box.join([resident(0, pid=4)]) == (2, False)
 
     play(scene)
 
@@ -224,28 +211,13 @@ def test_who_joins_a_new_group_was_not_restarted_and_all_of_it_confirm() -> None
         await box.post("slot", 1, Regroup())
         collected = await waiting(box.collect("slot", 1, [0, 1]))
         for index in (0, 1):
-            await box.join(replace(resident(index, pid=9), absent=()))
+            await box.join([resident(index, pid=9)])
             await box.receive([Reply(resident(index, pid=9).sender, 1, None)])
         closed = await box.is_closed("slot")
         status = await box.status("slot")
         return await collected, status.restarts, [*status.lost], closed
 
     assert play(scene) == ({0: None, 1: None}, 0, [], False)
-
-
-def test_one_call_brings_a_reply_and_returns_with_the_next_command() -> None:
-    async def scene(box: Mailbox) -> tuple[dict[int, Any], tuple[int, object]]:
-        await join(box, resident(0))
-        first = await waiting(box.exchange("slot", 0, None))
-        await post(box, "slot", 1)
-        assert await first == (1, SendInitialState())
-        collected = await waiting(box.collect("slot", 1, [0]))
-        second = await waiting(box.exchange("slot", 1, Reply(resident(0).sender, 1, "done")))
-        replies = await collected
-        await box.post("slot", 2, Close())
-        return replies, await second
-
-    assert play(scene) == ({0: "done"}, (2, Close()))
 
 
 def test_progress_is_that_of_the_resident_furthest_behind() -> None:
@@ -280,7 +252,7 @@ def test_the_first_step_of_any_resident_is_reported_and_remembered() -> None:
 
 def test_nobody_waits_for_a_lost_resident() -> None:
     async def scene(box: Mailbox) -> dict[int, Any]:
-        await box.join(resident(0))
+        await box.join([resident(0)])
         joined = await waiting(box.residents("slot", 2))
         number = await post(box, "slot", 1)
         collected = await waiting(box.collect("slot", number, range(2)))
@@ -310,7 +282,7 @@ def test_the_resident_furthest_behind_comes_first_with_its_last_report() -> None
 
 def test_only_progress_ends_the_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("raytrain_opt.pools.mailbox_state.monotonic_s", lambda: now[0])
+    monkeypatch.setattr("raytrain_opt.pools.mailbox.monotonic_s", lambda: now[0])
 
     async def scene(box: Mailbox) -> None:
         await join(box, worker(0))
@@ -327,7 +299,7 @@ def test_only_progress_ends_the_silence(monkeypatch: pytest.MonkeyPatch) -> None
         await reply(box, worker(0), number, "done")
         assert (await box.status("worker")).silence_s == 0
         now[0] += 4
-        await box.join(worker(1))
+        await box.join([worker(1)])
         assert (await box.status("worker")).silence_s == 0
 
     play(scene)
@@ -335,26 +307,47 @@ def test_only_progress_ends_the_silence(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_group_that_restarted_with_fewer_workers_does_without_the_others() -> None:
     async def scene(box: Mailbox) -> list[int]:
-        await join(box, worker(0), worker(1))
+        await box.join([worker(0), worker(1)])
         number = await post(box, "worker", 1)
         collected = await waiting(box.collect("worker", number, range(2)))
         await reply(box, worker(1), number, "with a group that has ended")
-        await box.join(worker(0, 1, pid=2))
+        await box.join([worker(0, pid=2)], absent=[1])
         status = await box.status("worker")
         assert (status.lost, status.restarts) == ({1}, 1)
         assert not collected.done()
         await reply(box, worker(1), number, "late")
-        await reply(box, worker(0, 1, pid=2), number, "alone")
+        await reply(box, worker(0, pid=2), number, "alone")
         assert await collected == {0: "alone"}
-        await join(box, worker(0, pid=3), worker(1, pid=3))
+        await box.join([worker(0, pid=3), worker(1, pid=3)])
         return [*(await box.status("worker")).lost]
 
     assert play(scene) == []
 
 
+def test_the_first_rank_speaks_for_its_group() -> None:
+    async def scene(box: Mailbox) -> None:
+        group = [worker(0), worker(1)]
+        await box.join(group)
+        assert await box.residents("worker", 2) == group
+        number = await post(box, "worker", 1)
+        await box.receive([Report(w.sender, number, Progress(w.index, 9)) for w in group])
+        assert (await box.status("worker")).progress == Progress(0, 9)
+        await box.stop_early("worker", number)
+        assert await box.receive([Report(group[0].sender, number, None)]) == Instruction(
+            stopping=number
+        )
+        replies = [Reply(w.sender, number, w.index) for w in group]
+        spoken = await waiting(box.exchange("worker", number, replies))
+        assert await box.collect("worker", number, [0, 1]) == {0: 0, 1: 1}
+        await box.post("worker", number + 1, Close())
+        assert await spoken == (number + 1, Close())
+
+    play(scene)
+
+
 def test_a_command_is_recorded_once_with_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("raytrain_opt.pools.mailbox_state.monotonic_s", lambda: now[0])
+    monkeypatch.setattr("raytrain_opt.pools.mailbox.monotonic_s", lambda: now[0])
 
     async def scene(box: Mailbox) -> None:
         await join(box, resident(0), resident(1))
@@ -379,12 +372,12 @@ def test_a_command_is_recorded_once_with_its_start(monkeypatch: pytest.MonkeyPat
 
 def test_a_report_that_a_later_one_has_overtaken_is_no_step_back() -> None:
     async def scene(box: Mailbox) -> None:
-        await box.join(resident(1))
+        await box.join([resident(1)])
         await post(box, "slot", 1)
         await report(box, resident(1), 1, Progress(4, 9))
         await report(box, resident(1), 1, Progress(0, 9))
         assert (await box.status("slot")).progress == Progress(4, 9)
-        await box.join(resident(1, pid=2))  # restarted: it begins anew
+        await box.join([resident(1, pid=2)])  # restarted: it begins anew
         await report(box, resident(1, pid=2), 1, Progress(0, 9))
         assert (await box.status("slot")).progress == Progress(0, 9)
 
@@ -395,15 +388,15 @@ def test_a_restart_costs_the_time_since_the_last_sign_of_life(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr("raytrain_opt.pools.mailbox_state.monotonic_s", lambda: now[0])
+    monkeypatch.setattr("raytrain_opt.pools.mailbox.monotonic_s", lambda: now[0])
 
     async def scene(box: Mailbox) -> None:
-        await box.join(resident(1))
+        await box.join([resident(1)])
         await post(box, "slot", 1)
         now[0] += 3
         await report(box, resident(1), 1, Progress(1, 9))
         now[0] += 7
-        await box.join(resident(1, pid=2))
+        await box.join([resident(1, pid=2)])
         _, [event] = await box.drain_log("slot", 0)
         assert isinstance(event, Event)
         assert (event.kind, event.process) == ("restarted", "slot 1")
@@ -424,7 +417,7 @@ def test_a_call_that_ray_repeats_after_a_cut_connection_has_its_effect_once() ->
         for _ in range(2):
             await reply(box, resident(0), 1, "first", TIME)
             await post(box, "slot", 1)
-            await box.join(resident(0))
+            await box.join([resident(0)])
         assert [overdue.index for overdue in await box.overdue("slot", range(2))] == [1]
         await reply(box, resident(1), 1, "second", TIME)
         _, records = await box.drain_log("slot", 0)
@@ -441,7 +434,7 @@ def test_a_command_that_arrives_again_after_a_later_one_is_dropped() -> None:
         await box.post("slot", 1, SendInitialState())
         await box.post("slot", 2, Close())
         await box.post("slot", 1, SendInitialState())
-        return await box.next_command("slot", 0)
+        return await box.exchange("slot", 0, [])
 
     assert play(scene) == (2, Close())
 
@@ -451,7 +444,7 @@ def test_late_messages_of_a_process_that_was_replaced_are_dropped() -> None:
         old, new = resident(0, pid=1), resident(0, pid=2)
         await join(box, old, resident(1))
         await post(box, "slot", 1)
-        await box.join(new)
+        await box.join([new])
         await report(box, old, 1, Progress(7, 9))
         await reply(box, old, 1, "with a state that died with it", TIME)
         assert (await box.status("slot")).progress is None
@@ -465,7 +458,7 @@ def test_late_messages_of_a_process_that_was_replaced_are_dropped() -> None:
 
 def test_late_progress_of_an_earlier_command_is_dropped() -> None:
     async def scene(box: Mailbox) -> Progress | None:
-        await box.join(resident(0))
+        await box.join([resident(0)])
         await post(box, "slot", 1)
         await post(box, "slot", 2)
         await report(box, resident(0), 1, Progress(9, 9))
@@ -507,17 +500,17 @@ def function_calls(count: int) -> int:
         sys.setprofile(on_event)
         try:
             joined = asyncio.create_task(box.residents("worker", count))
-            await join(box, *(Resident("worker", i, "node", 1, "log") for i in range(count)))
+            await join(box, *map(worker, range(count)))
             await joined
-            polls = [asyncio.create_task(box.exchange("worker", 0, None)) for _ in range(count)]
+            polls = [asyncio.create_task(box.exchange("worker", 0, [])) for _ in range(count)]
             await box.post("worker", 1, SendInitialState())
             collected = asyncio.create_task(box.collect("worker", 1, range(count)))
             for index, poll in enumerate(polls):
                 number, _ = await poll
                 sender = ("worker", index, "node", 1)
-                assert await box.report(Report(sender, number, Progress(1, 2))) == Instruction()
+                assert await box.receive([Report(sender, number, Progress(1, 2))]) == Instruction()
                 polls[index] = asyncio.create_task(
-                    box.exchange("worker", number, Reply(sender, number, "done", time=TIME))
+                    box.exchange("worker", number, [Reply(sender, number, "done", time=TIME)])
                 )
                 await asyncio.sleep(0)  # so that whoever waits looks at every single reply
             assert len(await collected) == count

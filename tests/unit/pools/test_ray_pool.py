@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,9 @@ import ray
 from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.exceptions import UserExceptionWithTraceback
 
+from raytrain_opt.cluster.connection import answer
+from raytrain_opt.config.batch_size import ThroughputKneeSearch
+from raytrain_opt.config.processes import TimeoutsSection
 from raytrain_opt.errors import JobError, PoolError, Problem
 from raytrain_opt.pools import ray_pool as module
 from raytrain_opt.pools import state_store
@@ -27,18 +31,20 @@ from raytrain_opt.pools.commands import (
     Command,
     Evaluate,
     MainTrain,
+    ProbeBatchSize,
     Progress,
+    Regroup,
     Reply,
     Resident,
     SendInitialState,
     StateRef,
 )
 from raytrain_opt.pools.mailbox import Mailbox
-from raytrain_opt.pools.mailbox_client import ResidentMailbox, answer
-from raytrain_opt.pools.protocol import fetch_initial_state
-from raytrain_opt.pools.ray_pool import RayPool, why_ended
-from raytrain_opt.pools.relay import Upstream
+from raytrain_opt.pools.protocol import MeasuredProbe, fetch_initial_state
+from raytrain_opt.pools.ray_pool import ProbingSlot, RayPool, why_ended
+from raytrain_opt.pools.resident import ResidentMailbox
 from raytrain_opt.pools.state_store import RayStateStore
+from raytrain_opt.results import Probe, Steps
 from raytrain_opt.train.state import TrainingState
 
 
@@ -79,6 +85,10 @@ def test_memory_is_guessed_only_if_no_other_cause_is_known(
     assert ("out of memory" in str(found)) == ("out of memory" in expected)
 
 
+# The answer of a resident that leaves, or dies.
+LEAVES = object()
+
+
 class FakeMailboxActor:
     """A mailbox that is called like an actor, and residents that answer commands."""
 
@@ -91,17 +101,23 @@ class FakeMailboxActor:
     def __getattr__(self, name: str) -> Any:
         return _Method(self.loop, getattr(self.box, name))
 
-    def serve(self, pool: str, index: int, answer: Callable[[Command], Any]) -> None:
+    def serve(self, pool: str, index: int, answer: Callable[[Command], Any], pid: int = 7) -> None:
         """Start a resident: `answer` returns its reply, or None while it is silent."""
 
         async def live() -> None:
-            resident = Resident(pool, index, f"node {index}", 7, "its log")
-            await self.box.join(resident)
-            number, reply = 0, None
+            resident = Resident(pool, index, f"node {index}", pid, "its log")
+            number, is_over = await self.box.join([resident])
+            number, replies = number if is_over else 0, list[Reply]()
             while True:
-                number, command = await self.box.exchange(pool, number, reply)
+                current = number
+                number, command = await self.box.exchange(pool, number, replies)
+                if isinstance(command, Regroup) and not current:  # it joins for that
+                    replies = [Reply(resident.sender, number, None)]
+                    continue
                 value = answer(command)
-                reply = None if value is None else Reply(resident.sender, number, value)
+                if value is LEAVES:
+                    return
+                replies = [] if value is None else [Reply(resident.sender, number, value)]
 
         asyncio.run_coroutine_threadsafe(live(), self.loop)
 
@@ -189,7 +205,7 @@ def test_a_state_that_is_lost_on_its_way_to_the_driver_is_requested_again(
     mailbox.serve("worker", 0, answer)
     pool = pool_of(mailbox, "worker", 1)
     pool.states.keep(start)
-    [(_, reply)] = pool.command(MainTrain(start, 1, 0, (0.1,))).items()
+    [(_, reply)] = pool.command(MainTrain(start, 1, Steps(0, (0.1,)))).items()
     assert pool.states.get(reply) == state(1)
     assert len(commands) == 2
     # From the same state, owned by the driver now.
@@ -206,9 +222,9 @@ def test_who_is_restarted_between_two_commands_gets_the_next_one(
     pool = pool_of(mailbox, "worker", 1)
     assert pool.command(SendInitialState()) == {0: "answer"}
     identity = Resident("worker", 0, "node 0", 8, "its log")
-    restarted = ResidentMailbox(mailbox, Upstream(mailbox), identity)
+    restarted = ResidentMailbox(mailbox, "worker")
     with ThreadPoolExecutor() as executor:
-        joined = executor.submit(restarted.join)
+        joined = executor.submit(restarted.join, [identity], ())
         while not pool.restarts():
             time.sleep(0.001)
         pool.request_close()
@@ -293,6 +309,44 @@ def test_progress_is_reported_while_waiting(mailbox: FakeMailboxActor, store: St
     with pytest.raises(PoolError):
         pool.command(SendInitialState())
     assert ("worker", None) in reports
+
+
+def test_a_slot_that_probes_is_another_process_when_it_ended_or_died(
+    mailbox: FakeMailboxActor, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory is given back before the next one starts."""
+    started, gone, ended = list[int](), list[int](), list[Future[Any]]()
+
+    def run() -> Future[Any]:
+        started.append(len(started) + 1)
+        ended.append(Future())
+        mailbox.serve("slot", 0, partial(answer, ended[-1]), pid=started[-1])
+        return ended[-1]
+
+    def answer(end: Future[Any], command: Command) -> Any:
+        if isinstance(command, Regroup):
+            end.set_result(None)
+            return LEAVES
+        assert isinstance(command, ProbeBatchSize)
+        if command.batch_size == 99:  # killed, and given up by Ray Tune
+            end.set_exception(ray.exceptions.ActorDiedError())
+            mailbox.lose.remote("slot", 0)
+            return LEAVES
+        return Probe(command.batch_size, "ok")
+
+    pool = RayPool("slot", 1, run, mailbox, RayStateStore(), 5.0, can_lose_residents=True)
+    monkeypatch.setattr(module, "wait_for_exit", lambda _, pid: gone.append(pid))
+    section = ThroughputKneeSearch(strategy="throughput_knee")
+    slot = ProbingSlot(pool, section, TimeoutsSection(start_s=5, stop_s=5))
+    assert [slot.measure(size, check=False).pid for size in (4, 8)] == [1, 1]
+    slot.end()
+    slot.end()
+    assert slot.measure(8, check=True).pid == 2
+    died = slot.measure(99, check=False)
+    assert (died.probe, died.pid) == (None, None)
+    assert "ActorDiedError" in died.why
+    assert slot.measure(4, check=False) == MeasuredProbe(Probe(4, "ok"), 3)
+    assert (started, gone) == ([1, 2, 3], [1, 2])
 
 
 @pytest.mark.parametrize(

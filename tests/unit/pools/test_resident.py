@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
+import pickle
 import random
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import ray
@@ -32,18 +32,18 @@ from raytrain_opt.pools.commands import (
     Reply,
     Report,
     Resident,
+    Sender,
     SendInitialState,
     StateLost,
     StateRef,
     to_failure,
 )
-from raytrain_opt.pools.mailbox import Mailbox
-from raytrain_opt.pools.resident import CommandLoop, peer_failure_grace_s
-
-T = TypeVar("T")
+from raytrain_opt.pools.resident import CommandLoop, next_distance, peer_failure_grace_s
+from raytrain_opt.results import Steps
 
 ROOT = Path(__file__).parents[3]
 EVALUATE = Evaluate(StateRef("1", None))
+MAIN_TRAIN = MainTrain(StateRef("1", None), 1, Steps(0, (0.1,)))
 
 
 @dataclass
@@ -57,53 +57,55 @@ class FakeMailbox:
     number: int = 0
     current: int = 0  # number of the command before this one
 
-    def join(self) -> tuple[int, int, Command]:
-        self.joined += 1
+    on_send: Callable[[], object] = lambda: None
+
+    def join(self, residents: list[Resident], absent: object) -> tuple[int, int, Command]:
+        self.joined += len(residents)
         return self.current, *self._next()
 
-    def reply(self, number: int, value: Any, usage: Any) -> tuple[int, Command]:
-        assert number == self.number
-        self.replies.append(value)
+    def reply(self, number: int, replies: list[Reply]) -> tuple[int, Command]:
+        self._take(replies)
+        assert {reply.number for reply in replies} == {self.number}
         return self._next()
 
-    def hand_over(self, number: int, make_part: Callable[[], object]) -> None:
+    def hand_over(self, sender: Sender, number: int, make_part: Callable[[], object]) -> None:
         assert number == self.number
         if part := make_part():
             self.replies.append(part)
+
+    def send(self, messages: list[Reply | Report]) -> Instruction:
+        self.reports += [message.progress for message in messages if isinstance(message, Report)]
+        self._take([message for message in messages if isinstance(message, Reply)])
+        self.on_send()
+        return Instruction()
+
+    def _take(self, replies: list[Reply]) -> None:
+        self.replies += [pickle.loads(reply.value) for reply in replies]
 
     def _next(self) -> tuple[int, Command]:
         self.number += 1
         return self.number, self.commands.popleft() if self.commands else Close()
 
-    def report(
-        self, number: int, progress: Progress | None, can_stop_before: int | None
-    ) -> Instruction:
-        assert number == self.number
-        self.reports.append(progress)
-        return Instruction()
-
 
 class Closed(FakeMailbox):
     """A mailbox whose pool is closed while a command is executed."""
 
-    def report(self, *_: object) -> Instruction:
+    def send(self, messages: list[Any]) -> Instruction:
         return Instruction(closed=True)
 
 
 class Dead(FakeMailbox):
     """A mailbox whose process dies while a command is executed."""
 
-    def report(self, *_: object) -> Instruction:
+    def send(self, messages: list[Any]) -> Instruction:
         raise ray.exceptions.ActorDiedError
 
 
 class Unavailable(FakeMailbox):
     """A mailbox that cannot be reached for a while, and not even Ray's retries help."""
 
-    def report(
-        self, number: int, progress: Progress | None, can_stop_before: int | None
-    ) -> Instruction:
-        super().report(number, progress, can_stop_before)
+    def send(self, messages: list[Any]) -> Instruction:
+        super().send(messages)
         raise ray.exceptions.ActorUnavailableError("cut", None)
 
 
@@ -135,7 +137,7 @@ def run(
 ) -> FakeMailbox:
     mailbox = mailbox or FakeMailbox(deque(commands))
     resident = Resident("worker", 0, "node", 1, "log")
-    CommandLoop(mailbox, resident, 60.0, 0.0).run(echo)  # type: ignore[arg-type]
+    CommandLoop(mailbox, resident, 60.0).run(echo)  # type: ignore[arg-type]
     return mailbox
 
 
@@ -248,7 +250,7 @@ def test_a_lost_connection_between_workers_ends_the_process_not_the_run() -> Non
     with pytest.raises(RuntimeError, match="Read error"):
         run(Echo(act), mailbox=mailbox)
     assert mailbox.replies == []
-    mailbox = FakeMailbox(deque([MainTrain(StateRef("1", None), 1, 0, (0.1,))]))
+    mailbox = FakeMailbox(deque([MAIN_TRAIN]))
     with pytest.raises(RuntimeError, match="Read error"):
         run(Echo(act), mailbox=mailbox)
     assert mailbox.replies == ["part of main_train"]
@@ -271,76 +273,161 @@ def test_an_error_waits_longer_when_the_peers_are_on_other_nodes() -> None:
 
 
 def test_a_resident_without_a_network_needs_no_torch() -> None:
-    modules = ("resident", "relay", "resident_config", "launch_slots")
+    modules = ("resident", "programs", "launch_pools")
     imports = ", ".join(f"raytrain_opt.pools.{module}" for module in modules)
     code = f"import sys, {imports}, tests.support.echo; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 0
 
 
-class MailboxThread:
-    """A real mailbox in a thread of its own, which residents in other threads call."""
+class ThreadGroup:
+    """A group whose ranks are threads; implements `resident.Group`."""
 
-    def __init__(self) -> None:
-        self.box, self._loop = Mailbox(), asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.all_reduce = threading.Barrier(size, timeout=20)
+        self.values: list[Any] = [None] * size
+        self.shared: list[Sequence[int]] = [(0,)] * size
 
-    def call(self, method: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(method, self._loop).result(20)
+    def member(self, rank: int) -> GroupMember:
+        return GroupMember(self, rank, self.size)
 
 
 @dataclass
-class MailboxOf:
-    """The mailbox as one resident calls it."""
+class GroupMember:
+    group: ThreadGroup
+    rank: int
+    size: int
 
-    thread: MailboxThread
-    resident: Resident
+    def broadcast(self, value: Any) -> Any:
+        return self._exchange(value)[0]
 
-    def join(self) -> tuple[int, int, Command]:
-        current, _ = self.thread.call(self.thread.box.join(self.resident))
-        return current, *self.thread.call(self.thread.box.next_command("worker", 0))
+    def gather(self, value: Any) -> list[Any]:
+        values = self._exchange(value)
+        return [] if self.rank else values
 
-    def reply(self, number: int, value: Any, _usage: Any) -> tuple[int, Command]:
-        reply = Reply(self.resident.sender, number, value)
-        return self.thread.call(self.thread.box.exchange("worker", number, reply))
+    def all(self, flag: bool) -> bool:
+        return all(self._exchange(flag))
 
-    def report(self, number: int, progress: Progress | None, stop: int | None) -> Instruction:
-        report = Report(self.resident.sender, number, progress, stop)
-        return self.thread.call(self.thread.box.report(report))
+    def share(self, values: Sequence[int]) -> list[Sequence[int]]:
+        self.group.shared[self.rank] = values
+        return [] if self.rank else self.group.shared
+
+    def _exchange(self, value: Any) -> list[Any]:
+        self.group.values[self.rank] = value
+        self.group.all_reduce.wait()
+        values = list(self.group.values)
+        self.group.all_reduce.wait()
+        return values
 
 
-@pytest.mark.parametrize("when_s", [0.0, 0.05, 0.1, 0.2])
-def test_workers_that_are_to_stop_early_stop_before_the_same_step(when_s: float) -> None:
+def live(
+    group: ThreadGroup, make_echo: Callable[[int], Echo], mailboxes: list[Any], grace_s: float = 0
+) -> None:
+    """Let each rank, a thread, execute commands until the pool is closed."""
+
+    def run_rank(rank: int) -> None:
+        resident = Resident("worker", rank, "node", rank, "log")
+        loop = CommandLoop(mailboxes[rank], resident, 60.0, grace_s, group.member(rank))
+        loop.run(make_echo(rank))
+
+    with ThreadPoolExecutor(group.size) as pool:
+        for rank in pool.map(run_rank, range(group.size)):
+            assert rank is None
+
+
+def test_the_first_rank_takes_commands_and_sends_the_replies_of_all() -> None:
+    mailbox, others = FakeMailbox(deque([SendInitialState(), EVALUATE])), FakeMailbox(deque())
+    live(ThreadGroup(3), lambda _: Echo(), [mailbox, others, others])
+    assert mailbox.joined == 3
+    assert mailbox.replies == ["send_initial_state"] * 3 + ["evaluate"] * 3
+    assert (others.joined, others.replies, others.reports) == (0, [], [])
+
+
+def test_the_progress_of_all_ranks_is_known_while_they_work() -> None:
+    """Also in an evaluation, where one may be far behind."""
+    mailbox, others = FakeMailbox(deque([EVALUATE])), FakeMailbox(deque())
+
+    def make_echo(rank: int) -> Echo:
+        def act(_: Command, on_step: OnStep) -> None:
+            on_step(rank, 9)
+            while not {Progress(0, 9), Progress(1, 9)} <= set(mailbox.reports):
+                time.sleep(0.001)
+
+        return Echo(act)
+
+    live(ThreadGroup(2), make_echo, [mailbox, others])
+    assert others.reports == []
+
+
+def test_a_rank_whose_exception_the_others_do_not_have_reports_it_itself() -> None:
+    """They wait for it in a collective."""
+    group, mailbox, others = ThreadGroup(2), FakeMailbox(deque([EVALUATE])), FakeMailbox(deque())
+    reported = threading.Event()
+    others.on_send = reported.set
+
+    def make_echo(rank: int) -> Echo:
+        def act(*_: object) -> None:
+            if rank:
+                raise ValueError("planted")
+            assert reported.wait(20)
+
+        return Echo(act)
+
+    live(group, make_echo, [mailbox, others])
+    [failure] = others.replies
+    assert "planted" in str(failure.error)
+
+
+class Stopping(FakeMailbox):
+    """A mailbox whose driver wants the command to end early, or closes the pool."""
+
+    closes = False
+
+    def send(self, messages: list[Any]) -> Instruction:
+        super().send(messages)
+        return Instruction(closed=self.closes, stopping=self.number)
+
+
+@pytest.mark.parametrize("closes", [False, True])
+@pytest.mark.parametrize("step_s", [0.0, 0.002, 0.1])
+def test_ranks_that_are_to_stop_early_stop_before_the_same_step(
+    step_s: float, closes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each step ends when all have done it, as with an all-reduce: another one would hang."""
-    workers, total, thread = 4, 5000, MailboxThread()
-    all_reduce, begun = threading.Barrier(workers, timeout=20), threading.Event()
-
-    def act(_: Command, on_step: OnStep) -> int:
-        for done in range(total):
-            if on_step(done, total):
-                return done
-            begun.set()
-            time.sleep(random.random() / 500)
-            all_reduce.wait()
-        return total
+    monkeypatch.setattr("raytrain_opt.pools.resident._LOOK_INTERVAL_S", 0.05)
+    total, group = 10**6, ThreadGroup(4)
+    mailbox, others = Stopping(deque([MAIN_TRAIN])), FakeMailbox(deque())
+    mailbox.closes = closes
+    last: list[int] = []
 
     class Trainer(Echo):
         def handle(self, command: Command, on_step: OnStep) -> Any:
-            return act(command, on_step)
+            for done in range(total):
+                if on_step(done, total):
+                    last.append(done)
+                    return done
+                time.sleep(random.random() * step_s)
+                group.all_reduce.wait()
+            return total
 
-    def work(rank: int) -> None:
-        resident = Resident("worker", rank, "node", rank, "log")
-        mailbox: Any = MailboxOf(thread, resident)
-        CommandLoop(mailbox, resident, 60.0, 0.0).run(Trainer())
+    live(group, lambda _: Trainer(), [mailbox, *[others] * 3])
+    if closes:
+        assert (last, mailbox.replies) == ([], [])
+    else:
+        assert len(last) == 4
+        assert len(set(last)) == 1
+        assert mailbox.replies == last
 
-    thread.call(thread.box.post("worker", 1, MainTrain(StateRef("1", None), 1, 0, ())))
-    with ThreadPoolExecutor(workers) as pool:
-        lives = [pool.submit(work, rank) for rank in range(workers)]
-        assert begun.wait(20)
-        time.sleep(when_s)
-        thread.call(thread.box.stop_early("worker", 1))
-        replies = thread.call(thread.box.collect("worker", 1, range(workers)))
-        thread.call(thread.box.post("worker", 2, Close()))
-        for life in lives:
-            life.result(20)
-    [last] = set(replies.values())
-    assert 0 < last < total
+
+def test_looks_at_what_the_driver_wants_are_half_a_second_apart() -> None:
+    """So a broadcast of a millisecond costs nothing, however short a step is."""
+    distance, elapsed_s, looks = 1, 0.0, 0
+    step_s = 0.003
+    while elapsed_s < 10:
+        elapsed_s, looks = elapsed_s + distance * step_s, looks + 1
+        distance = next_distance(distance, distance * step_s)
+    assert distance == 166
+    assert looks < 25
+    assert next_distance(100, 60.0) == 1
+    assert next_distance(1, 60.0) == 1
+    assert next_distance(4, 0.0) == 32

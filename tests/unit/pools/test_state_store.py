@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,8 @@ from raytrain_opt.pools.commands import (
 )
 from raytrain_opt.pools.in_process import InProcessStates
 from raytrain_opt.pools.protocol import StateStore
-from raytrain_opt.pools.state_store import RayStateStore
+from raytrain_opt.pools.state_store import GroupObjectStore, RayStateStore
+from raytrain_opt.results import Steps
 from raytrain_opt.search.policy import Candidate, TryCandidates
 from raytrain_opt.train.state import TrainingState
 
@@ -126,7 +128,7 @@ def test_a_state_that_the_driver_puts_is_kept(objects: Objects) -> None:
     "command_on",
     [
         pretrain,
-        lambda ref: MainTrain(ref, 1, 2, (0.1,)),
+        lambda ref: MainTrain(ref, 1, Steps(2, (0.1,))),
         Evaluate,
         lambda ref: SendCandidateState(pretrain(ref), CANDIDATE, 0),
     ],
@@ -160,6 +162,30 @@ def test_a_state_of_a_node_that_left_is_lost_without_waiting_for_its_owner(
     assert isinstance(renewed, Evaluate)
     assert renewed.state.node_id == "here"
     assert states.get(renewed.state) == state(1)
+
+
+@pytest.mark.parametrize(("here", "others"), [(True, True), (True, False), (False, True)])
+def test_workers_have_a_state_all_of_them_or_none(
+    objects: Objects, here: bool, others: bool
+) -> None:
+    """Else some would begin a step for which the others never come."""
+    asked: list[bool] = []
+
+    def is_there_for_all(flag: bool) -> bool:
+        asked.append(flag)
+        return flag and others
+
+    group: Any = SimpleNamespace(all=is_there_for_all)
+    ref = stored(objects, 1)
+    if not here:
+        ref = replace(ref, node_id="there")
+        objects.gone["there"] = "192.0.2.1"
+    if here and others:
+        assert GroupObjectStore(group).get(ref) == state(1)
+    else:
+        with pytest.raises(ObjectLostError):
+            GroupObjectStore(group).get(ref)
+    assert asked == [here]
 
 
 def test_a_command_without_a_state_stays_as_it_is(objects: Objects) -> None:

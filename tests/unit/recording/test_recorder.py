@@ -17,6 +17,7 @@ from raytrain_opt.recording.reader import read_lines
 from raytrain_opt.recording.recorder import Recorder, versions
 from raytrain_opt.recording.records import EpochRecord, ResultRecord, RoundRecord, ScheduleRecord
 from raytrain_opt.recording.spans import SpanRecord
+from raytrain_opt.results import Steps
 from raytrain_opt.search.noise_scale import NoiseScale
 from tests.support import synthetic_runs
 from tests.support.tensorboard_scalars import read_scalars
@@ -50,13 +51,10 @@ def add_epoch(recorder: Recorder, number: int) -> None:
     schedule = ScheduleRecord(
         epoch=number,
         optimizer="SGD",
-        weight_decay_factor=1.0,
         auto_weight_decay=False,
-        held_out=0,
         restarts=False,
         lr_multipliers={},
-        full_steps=2,
-        lrs=(0.1, 0.2),
+        steps=Steps(0, (0.1, 0.2)),
     )
     recorder.schedule(schedule)
 

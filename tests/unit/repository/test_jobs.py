@@ -16,7 +16,7 @@ from ray._private.runtime_env.packaging import create_package
 from torch import nn
 
 from raytrain_opt.config.load import dump_job, load_job
-from raytrain_opt.execution.preflight import check_job, run_preflight
+from raytrain_opt.execution.check import check_job, try_job
 from raytrain_opt.models.factory import check_names
 from tests.support.synthetic_runs import write_schedule
 
@@ -74,7 +74,7 @@ def test_the_job_of_every_script_is_valid(name: str) -> None:
 def test_the_fine_tuning_job_reads_its_digits() -> None:
     """The weights come from the run that the header starts first."""
     job = load_job(ROOT / "jobs/fine_tune.yaml", ["model.weights=null"])
-    info = run_preflight(job).info
+    info = try_job(job)[0].info
     assert (info.train_size, info.class_names) == (50, ("5", "6", "7", "8", "9"))
 
 

@@ -16,20 +16,17 @@ OTHER_PROCESSES = (
     "async_training/worker_loop.py",
     "cluster/fork_server.py",
     "data/shards.py",
-    "pools/launch_workers.py",
-    "pools/mailbox_state.py",
-    "pools/relay.py",
-    "pools/resident.py",
-    "pools/resident_config.py",
-    "pools/slot.py",
+    "pools/launch_pools.py",
+    "pools/mailbox.py",
+    "pools/programs.py",
+    "pools/candidates.py",
     "pools/worker.py",
 )
 # The same in files that the driver uses, too.
 OTHER_CALLS = (
     "self._actor.join.remote",
-    "actor.exchange.remote",
-    "self._upstream.actor.report.remote",
-    "self._upstream.actor.state.remote",
+    "self._actor.exchange.remote",
+    "self._actor.receive.remote",
     "actor.lose.remote",
     "ray.get(ref)",  # the shared data, in the memory of a node
     "config.shared[0]",  # the same

@@ -41,7 +41,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_holds_the_package_and_its_types_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert "raytrain_opt/py.typed" in names
-    assert {"raytrain_opt/pools/slot.py", "raytrain_opt/data/digits.csv.gz"} <= set(names)
+    assert {"raytrain_opt/pools/worker.py", "raytrain_opt/data/digits.csv.gz"} <= set(names)
     assert {f"raytrain_opt/report/templates/{name}" for name in TEMPLATES} <= set(names)
     assert {name.split("/")[0].split("-")[0] for name in names} == {"raytrain_opt"}
 

@@ -122,10 +122,10 @@ def test_the_policy_trains_a_shorter_schedule_from_a_lower_peak() -> None:
         history = history.after_epoch(EpochLosses(loss, scored, action.restarts))
     assert [a.epoch for a in actions if a.restarts] == [3]
     assert [a.epoch for a in actions if a.scores] == [2 + 4, 2 + 9]
-    assert [a.held_out for a in actions] == [64] * (2 + 9) + [0] * 9
-    assert [a.weight_decay_factor > 0 for a in actions] == [False, True, False] + [True] * 17
+    assert [a.steps.held_out for a in actions] == [64] * (2 + 9) + [0] * 9
+    assert [a.steps.weight_decay_factor > 0 for a in actions] == [False, True, False] + [True] * 17
     shorter = replace(policy, epochs=EPOCHS - 2)
-    lrs = [lr * 10**0.5 for action in actions[2:] for lr in action.lrs]
+    lrs = [lr * 10**0.5 for action in actions[2:] for lr in action.steps.lrs]
     expected = [lr for epoch in range(1, 19) for lr in lrs_of(shorter, epoch)]
     assert lrs == pytest.approx(expected)
     assert actions[2].note == (
@@ -137,7 +137,7 @@ def test_the_policy_trains_a_shorter_schedule_from_a_lower_peak() -> None:
 def lrs_of(policy: HorizonStpt, epoch: int) -> tuple[float, ...]:
     action = policy.next(epoch, searched(2.4, 2.1))
     assert isinstance(action, TrainEpoch)
-    return action.lrs
+    return action.steps.lrs
 
 
 def test_a_training_for_a_time_does_not_start_again() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from raytrain_opt.search.evidence import has_learned, is_better
+from raytrain_opt.search.evidence import guessing_loss, has_learned, is_better
 from raytrain_opt.search.policy import Candidate, CandidateResult
 
 
@@ -43,3 +45,19 @@ def test_another_optimizer_is_better_by_more_than_the_standard_error(
     loss: float, error: float, *, better: bool
 ) -> None:
     assert is_better(result(loss, error), result(2.0, 0.0)) is better
+
+
+@pytest.mark.parametrize(
+    ("counts", "smoothing", "loss"),
+    [
+        ((50, 50), 0.0, math.log(2)),
+        ((90, 10), 0.0, 0.325),
+        ((90, 10, 0), 0.0, 0.325),
+        ((90, 10), 0.2, 0.472),  # of (0.82, 0.18)
+        ((), 0.0, math.inf),
+    ],
+)
+def test_a_guess_by_class_loses_the_entropy_of_the_classes(
+    counts: tuple[int, ...], smoothing: float, loss: float
+) -> None:
+    assert guessing_loss(counts, smoothing) == pytest.approx(loss, abs=1e-3)

@@ -58,7 +58,7 @@ def test_a_schedule_covers_all_epochs() -> None:
     schedule = {"policy": "schedule", "shape": "linear", "initial": 0.4}
     policy = build_policy(job(epochs=2, **schedule), EpochSteps(2))
     assert isinstance(policy, FixedSchedule)
-    lrs = policy.next(1, History()).lrs + policy.next(2, History()).lrs
+    lrs = policy.next(1, History()).steps.lrs + policy.next(2, History()).steps.lrs
     assert lrs == pytest.approx((0.4, 0.3, 0.2, 0.1))
 
 
@@ -68,7 +68,7 @@ def test_replay_reads_the_file_of_an_earlier_run(tmp_path: Path) -> None:
     policy = build_policy(job(epochs=2, policy="replay", schedule=str(path)), EpochSteps(2))
     action = policy.next(2, History())
     assert isinstance(action, TrainEpoch)
-    assert action.lrs == (0.3, 0.3)
+    assert action.steps.lrs == (0.3, 0.3)
 
 
 def test_replay_refuses_other_rates_of_parameter_groups(tmp_path: Path) -> None:

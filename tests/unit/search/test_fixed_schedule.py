@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +15,12 @@ from raytrain_opt.config.learning_rate import SchedulePolicy
 from raytrain_opt.errors import JobError
 from raytrain_opt.optim.epoch_steps import EpochSpan, EpochSteps
 from raytrain_opt.optim.schedules import Constant, Linear
+from raytrain_opt.results import Steps
 from raytrain_opt.search.fixed_schedule import (
     FixedSchedule,
     PlannedSchedule,
     PlateauSchedule,
+    RecordedEpoch,
     RecordedSchedule,
 )
 from raytrain_opt.search.policy import History, TryCandidates
@@ -25,20 +29,24 @@ from tests.support.synthetic_runs import write_schedule
 EMPTY = History()
 
 LRS = (0.1, 0.1, 0.2, 0.2, 0.2, 0.1)
+RECORDED = (
+    '{"epoch": 1, "optimizer": "SGD", "auto_weight_decay": false, "restarts": false, '
+    '"lr_multipliers": {}, "steps": {"first": 0, "lrs": [0.5]}}\n'
+)
 
 
 def test_each_epoch_trains_at_its_part_of_the_schedule() -> None:
     policy = FixedSchedule(Linear(0.6, 0.0, steps=6), EpochSteps(3))
     first, second = policy.next(1, EMPTY), policy.next(2, EMPTY)
-    assert first.lrs == pytest.approx((0.6, 0.5, 0.4))
-    assert second.lrs == pytest.approx((0.3, 0.2, 0.1))
+    assert first.steps.lrs == pytest.approx((0.6, 0.5, 0.4))
+    assert second.steps.lrs == pytest.approx((0.3, 0.2, 0.1))
     assert (first.epoch, second.epoch) == (1, 2)
 
 
 def test_the_rate_drops_when_the_loss_has_not_fallen_for_longer_than_the_patience() -> None:
     policy = PlateauSchedule(FixedSchedule(Constant(0.1), EpochSteps(2)), gamma=0.1, patience=1)
     losses = (3.0, 2.0, 2.1, 2.0, 1.9, 1.9, 1.95, 1.8)
-    rates = [policy.next(n + 1, History(epoch_losses=losses[:n])).lrs for n in range(9)]
+    rates = [policy.next(n + 1, History(epoch_losses=losses[:n])).steps.lrs for n in range(9)]
     assert [lrs[0] for lrs in rates] == pytest.approx([0.1] * 4 + [0.01] * 3 + [0.001] * 2)
     assert all(len(set(lrs)) == 1 and len(lrs) == 2 for lrs in rates)
 
@@ -51,7 +59,7 @@ def test_plateaus_are_those_of_torchs_scheduler() -> None:
     policy = PlateauSchedule(FixedSchedule(Constant(1.0), EpochSteps(1)), gamma=0.5, patience=3)
     for epoch, loss in enumerate(losses, start=1):
         scheduler.step(loss)
-        [lr] = policy.next(epoch + 1, History(epoch_losses=losses[:epoch])).lrs
+        [lr] = policy.next(epoch + 1, History(epoch_losses=losses[:epoch])).steps.lrs
         assert lr == pytest.approx(optimizer.param_groups[0]["lr"])
 
 
@@ -61,32 +69,45 @@ def test_it_has_no_candidates_to_decide() -> None:
         policy.decide(TryCandidates(1, 0.6, "", (), ()), [], EMPTY)
 
 
+def recorded(*epochs: Steps, restarts: Sequence[int] = ()) -> RecordedSchedule:
+    """Return the schedule of these epochs; those in `restarts` begin from the initial weights."""
+    values = {"optimizer": "SGD", "auto_weight_decay": False, "lr_multipliers": {}}
+    return RecordedSchedule(
+        tuple(
+            RecordedEpoch.model_validate(
+                values | {"epoch": epoch, "steps": steps, "restarts": epoch in restarts}
+            )
+            for epoch, steps in enumerate(epochs, 1)
+        )
+    )
+
+
 def test_a_recorded_schedule_is_read_exactly(tmp_path: Path) -> None:
     path = tmp_path / "schedule.jsonl"
-    write_schedule(path, (1 / 3, *LRS[1:3]), LRS[3:], weight_decay_factor=1 / 3, held_out=4)
-    lrs, no = ((1 / 3, *LRS[1:3]), LRS[3:]), (False, False)
-    expected = RecordedSchedule(lrs, (1 / 3, 1 / 3), (3, 3), (4, 4), no)
+    write_schedule(path, (1 / 3, *LRS[1:3]), LRS[3:])
+    expected = recorded(Steps(0, (1 / 3, *LRS[1:3])), Steps(0, LRS[3:]))
     assert RecordedSchedule.parse(path.read_text(), "it") == expected
 
 
-def test_replay_trains_at_the_recorded_rates_and_on_the_recorded_samples() -> None:
-    recorded = RecordedSchedule((LRS[:3], LRS[3:]), (0.5, 2.0), (3, 3), (4, 0), (False, True))
-    policy = recorded.policy(epochs=2, steps=EpochSteps(3))
+def test_replay_trains_the_recorded_steps() -> None:
+    policy = recorded(Steps(0, LRS[:3], 0.5, held_out=4), Steps(0, LRS[3:], 2.0), restarts=[2])
+    policy.check(epochs=2, steps=EpochSteps(3))
     epochs = [policy.next(epoch, EMPTY) for epoch in (1, 2)]
-    assert epochs[0].lrs + epochs[1].lrs == LRS
-    assert [epoch.weight_decay_factor for epoch in epochs] == [0.5, 2.0]
-    assert [epoch.held_out for epoch in epochs] == [4, 0]
+    assert [epoch.steps for epoch in epochs] == [epoch.steps for epoch in policy.epochs]
     assert [epoch.restarts for epoch in epochs] == [False, True]
     # The loss of an epoch need not be finite before one that begins from the initial weights.
     assert [policy.may_restart(epoch, EMPTY) for epoch in (1, 2)] == [True, False]
 
 
+def test_replay_trains_the_only_optimizer_of_the_job() -> None:
+    steps = Steps(0, LRS[:3], optimizer=1)
+    assert recorded(steps).next(1, EMPTY).steps == replace(steps, optimizer=0)
+
+
 @pytest.mark.parametrize(("epochs", "steps"), [(3, 3), (1, 3), (2, 4), (3, 2), (1, 6)])
 def test_replay_refuses_a_training_of_another_length(epochs: int, steps: int) -> None:
     with pytest.raises(JobError, match=r"2 epochs of 3 steps.*has \d of \d") as error:
-        RecordedSchedule((LRS[:3], LRS[3:]), (1.0, 1.0), (3, 3), (0, 0), (False, False)).policy(
-            epochs, EpochSteps(steps)
-        )
+        recorded(Steps(0, LRS[:3]), Steps(0, LRS[3:])).check(epochs, EpochSteps(steps))
     assert error.value.problems[0].path == "learning_rate.schedule"
 
 
@@ -98,12 +119,11 @@ def test_replay_refuses_a_training_of_another_length(epochs: int, steps: int) ->
         "3\n",
         "[]\n",
         "{}\n",
-        '{"lrs": 1}\n',
-        '{"lrs": ["fast"]}\n',
-        f'{{"lrs": [{10**400}]}}\n',
-        '{"lrs": [1], "weight_decay_factor": null}\n',
-        '{"lrs": [1], "weight_decay_factor": 1, "full_steps": 1, "lr_multipliers": 3, '
-        '"optimizer": "SGD", "auto_weight_decay": false}\n',
+        RECORDED.replace("[0.5]", "1"),
+        RECORDED.replace("0.5", '"fast"'),
+        RECORDED.replace("0.5", f"{10**400}"),
+        RECORDED.replace("[0.5]", '[0.5], "weight_decay_factor": null'),
+        RECORDED.replace("{}", "3"),
         "[" * 100_000 + "\n",
     ],
 )
@@ -114,22 +134,17 @@ def test_a_file_that_is_no_schedule_is_refused_by_name(text: str) -> None:
 
 def test_an_epoch_with_fewer_updates_covers_the_same_part_of_the_schedule() -> None:
     policy = FixedSchedule(Linear(0.8, 0.0, steps=8), EpochSteps(4, ((2, 2),)))
-    assert policy.next(1, EMPTY).lrs == pytest.approx((0.8, 0.7, 0.6, 0.5))
-    assert policy.next(2, EMPTY).lrs == pytest.approx((0.4, 0.2))
+    assert policy.next(1, EMPTY).steps.lrs == pytest.approx((0.8, 0.7, 0.6, 0.5))
+    assert policy.next(2, EMPTY).steps.lrs == pytest.approx((0.4, 0.2))
 
 
-def test_a_replay_gives_epochs_of_different_length_their_own_rates() -> None:
-    policy = RecordedSchedule(
-        (LRS[:4], LRS[4:]), (1.0, 1.0), (4, 2), (0, 0), (False, False)
-    ).policy(2, EpochSteps(4, ((2, 2),)))
-    assert (policy.next(1, EMPTY).lrs, policy.next(2, EMPTY).lrs) == (LRS[:4], LRS[4:])
-
-
-def test_shorter_epochs_of_a_limited_time_are_replayed() -> None:
-    policy = RecordedSchedule(
-        (LRS[:4], LRS[4:]), (1.0, 1.0), (4, 4), (0, 0), (False, False)
-    ).policy(2, EpochSteps(4))
-    assert (policy.next(1, EMPTY).lrs, policy.next(2, EMPTY).lrs) == (LRS[:4], LRS[4:])
+def test_epochs_of_different_length_are_replayed() -> None:
+    steps = EpochSteps(4, ((2, 2),))
+    recorded(Steps(0, LRS[:4]), Steps(0, LRS[4:])).check(2, steps)
+    shorter = recorded(Steps(0, LRS[:4]), Steps(2, LRS[4:]))  # the end of a limited time
+    shorter.check(2, EpochSteps(4))
+    with pytest.raises(JobError, match="2 epochs of 4 steps"):
+        shorter.check(2, steps)
 
 
 def test_a_planned_schedule_passes_faster_when_less_time_is_left() -> None:
@@ -139,13 +154,13 @@ def test_a_planned_schedule_passes_faster_when_less_time_is_left() -> None:
     first = EpochSpan(1, 4, 0.0, 0.25, 1.0, 2, 8)
     second = EpochSpan(2, 2, 0.25, 1.0, 1.0, 2, 4)
     history = EMPTY.after_plan(first)
-    assert policy.next(1, history).lrs == pytest.approx((0.8, 0.7))
-    assert policy.next(2, history.after_plan(second)).lrs == pytest.approx((0.6, 0.3))
+    assert policy.next(1, history).steps.lrs == pytest.approx((0.8, 0.7))
+    assert policy.next(2, history.after_plan(second)).steps.lrs == pytest.approx((0.6, 0.3))
 
 
 def test_a_warm_up_has_to_fit_into_the_training_as_first_planned() -> None:
     section = SchedulePolicy(policy="schedule", initial=0.8, warmup={"epochs": 4})
     history = EMPTY.after_plan(EpochSpan(1, 4, 0.0, 0.25, 1.0, 2, 7))
-    assert len(PlannedSchedule(section, EpochSteps(1)).next(1, history).lrs) == 2
+    assert len(PlannedSchedule(section, EpochSteps(1)).next(1, history).steps.lrs) == 2
     with pytest.raises(JobError, match=r"warmup\.epochs: is more than the 3.5 epochs"):
         PlannedSchedule(section, EpochSteps(2)).next(1, history)

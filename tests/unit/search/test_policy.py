@@ -40,5 +40,5 @@ def test_an_epoch_is_decided_when_its_last_round_has_a_winner() -> None:
 def test_a_candidates_rates_are_its_rate_times_the_shape() -> None:
     candidate = Candidate(0, 2.0, 0.2)
     action = TryCandidates(1, 0.1, "", (candidate,), (0.5, 1.0))
-    assert candidate.lrs(action) == (0.1, 0.2)
+    assert candidate.steps(action).lrs == (0.1, 0.2)
     assert action.pretrain_steps == 2

@@ -120,7 +120,7 @@ def test_mix_has_rates_for_every_epoch_of_a_short_training(epochs: int) -> None:
     policy = stpt(epochs, candidates="mix")
     for epoch in range(1, epochs + 1):
         action = policy.next(epoch, EMPTY)
-        assert action.lrs if isinstance(action, TrainEpoch) else action.candidates
+        assert action.steps.lrs if isinstance(action, TrainEpoch) else action.candidates
 
 
 # Alpha.
@@ -158,17 +158,17 @@ def test_warm_up_epochs_have_no_candidates_and_climb_to_the_initial_rate() -> No
     warmup = {"epochs": 2, "lr": 0.1, "shape": "linear"}
     policy = stpt(steps_per_epoch=2, candidates="narrow", initial=0.5, warmup=warmup)
     first, second = (epoch_without_round(policy, epoch) for epoch in (1, 2))
-    assert first.lrs == pytest.approx((0.1, 0.2))
-    assert second.lrs == pytest.approx((0.3, 0.4))
+    assert first.steps.lrs == pytest.approx((0.1, 0.2))
+    assert second.steps.lrs == pytest.approx((0.3, 0.4))
     third = next_round(policy, 3)
     assert (third.base_lr, len(third.candidates)) == (0.5, 8)
 
 
 def test_constant_warm_up_is_the_papers() -> None:
     policy = stpt(candidates="mix", warmup={"epochs": 4, "lr": 0.005, "shape": "constant"})
-    assert {lr for epoch in range(1, 5) for lr in epoch_without_round(policy, epoch).lrs} == {
-        0.005
-    }
+    assert {
+        lr for epoch in range(1, 5) for lr in epoch_without_round(policy, epoch).steps.lrs
+    } == {0.005}
     assert next_round(policy, 5).base_lr == 0.1
 
 
@@ -260,8 +260,8 @@ def test_without_a_tie_the_reason_mentions_none() -> None:
 def test_one_candidate_is_no_search_and_its_multiplier_accumulates() -> None:
     policy = stpt(candidates=[0.5], initial=0.8, warmup={"epochs": 1})
     epochs = [epoch_without_round(policy, epoch) for epoch in (2, 3)]
-    assert [set(action.lrs) for action in epochs] == [{0.4}, {0.2}]
-    assert {len(action.lrs) for action in epochs} == {policy.steps.first}
+    assert [set(action.steps.lrs) for action in epochs] == [{0.4}, {0.2}]
+    assert {len(action.steps.lrs) for action in epochs} == {policy.steps.first}
 
 
 # Divergence.

@@ -98,8 +98,8 @@ def test_candidates_train_without_it_and_epochs_with_their_own() -> None:
     for epoch, loss in enumerate((1.6, 1.2, 0.4), start=1):
         action = searching.next(epoch, history)
         assert isinstance(action, TrainEpoch)
-        assert action.optimizer == 0
-        decays.append(action.weight_decay_factor)
+        assert action.steps.optimizer == 0
+        decays.append(action.steps.weight_decay_factor)
         history = history.after_epoch(EpochLosses(loss))
     assert decays[0] == 0
     # The sum of all rates: 16 x 96 steps, half the peak in the mean.
@@ -113,7 +113,7 @@ def test_a_weight_decay_that_is_a_number_stays() -> None:
     history = History((replace(round_of(), winner=result(0.1, 1.0)),), (0.1,))
     action = given.next(2, history)
     assert isinstance(action, TrainEpoch)
-    assert action.weight_decay_factor == 1
+    assert action.steps.weight_decay_factor == 1
 
 
 @pytest.mark.parametrize(("epochs", "watch"), [(15, None), (17, Watch(4, 8))])
@@ -172,9 +172,9 @@ def test_the_first_half_holds_the_validation_split_out_and_scores_it_twice() -> 
         actions.append(action)
         validation = 1.5 if action.scores else None
         history = history.after_epoch(EpochLosses(1.6 - 0.1 * epoch, validation))
-    assert [action.held_out for action in actions] == [64] * 8 + [0] * 8
+    assert [action.steps.held_out for action in actions] == [64] * 8 + [0] * 8
     assert [action.epoch for action in actions if action.scores] == [4, 8]
-    factors = [action.weight_decay_factor for action in actions]
+    factors = [action.steps.weight_decay_factor for action in actions]
     assert factors[8] == factors[15] == pytest.approx(2 * 10 / (0.1 * 0.5 * 16 * 96), rel=0.01)
     assert factors[7] < factors[8] / 2
     [note] = {action.note for action in actions if action.note}
@@ -202,4 +202,4 @@ def test_a_training_that_cannot_answer_holds_nothing_out(changes: dict[str, Any]
     history = history.after_plan(EpochSteps(96).span(1, 16))
     action = watching.next(1, history)
     assert isinstance(action, TrainEpoch)
-    assert (action.held_out, action.scores) == (0, False)
+    assert (action.steps.held_out, action.scores) == (0, False)

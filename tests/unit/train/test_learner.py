@@ -24,8 +24,8 @@ from raytrain_opt.data.base import Batch
 from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.errors import JobError
 from raytrain_opt.recording.predictions import PredictionsRecord
-from raytrain_opt.results import MAX_MISTAKES, Predictions
-from raytrain_opt.train.compilation import BACKENDS
+from raytrain_opt.results import MAX_MISTAKES, Predictions, Steps
+from raytrain_opt.train.kernels import BACKENDS
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -103,8 +103,8 @@ def assert_close(a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
 def test_several_micro_batches_are_one_update_of_the_batch(count: int) -> None:
     one, several = learner(), learner()
     start = weights(one)
-    a = one.train(1, 0, LRS, all_of(1))
-    b = several.train(1, 0, LRS, all_of(count))
+    a = one.train(1, Steps(0, LRS), all_of(1))
+    b = several.train(1, Steps(0, LRS), all_of(count))
     assert_close(weights(one), weights(several))
     assert (start[0] - weights(one)[0]).abs().max() > 1e-3
     assert a.samples == b.samples == 3 * 16
@@ -115,8 +115,8 @@ def test_several_micro_batches_are_one_update_of_the_batch(count: int) -> None:
 def test_the_smaller_last_update_of_an_epoch_is_one_batch_of_its_samples(count: int) -> None:
     """80 samples in batches of 24: the last update has 8, in parts of 2 and 3 or 1 and 2."""
     one, several = (learner(global_batch_size=24) for _ in range(2))
-    a = one.train(1, 0, (*LRS, 0.3), all_of(1))
-    b = several.train(1, 0, (*LRS, 0.3), all_of(count))
+    a = one.train(1, Steps(0, (*LRS, 0.3)), all_of(1))
+    b = several.train(1, Steps(0, (*LRS, 0.3)), all_of(count))
     assert_close(weights(one), weights(several))
     assert a.samples == b.samples == SIZE
     assert a.loss == pytest.approx(b.loss)
@@ -133,8 +133,8 @@ def test_the_momentum_rises_to_that_of_the_optimizer() -> None:
     def see(step: int) -> None:
         seen.append(rising.optimizer.param_groups[0]["momentum"])
 
-    rising.train(1, 0, (0.1,) * steps, all_of(1), see)
-    rising.train(2, 0, (0.1,) * 2, all_of(1), see)
+    rising.train(1, Steps(0, (0.1,) * steps), all_of(1), see)
+    rising.train(2, Steps(0, (0.1,) * 2), all_of(1), see)
     # Each value is that of the update before.
     expected = [0.9, *(0.5 + 0.4 * min(1, 2 * step / steps) for step in range(steps)), 0.9]
     assert seen == pytest.approx(expected)
@@ -146,7 +146,7 @@ def test_an_optimizer_without_momentum_has_no_momentum_warm_up() -> None:
         learning_rate={"policy": "schedule"},
     )
     with pytest.raises(JobError, match="Adam has no argument momentum"):
-        adam.train(1, 0, (0.1,), all_of(1))
+        adam.train(1, Steps(0, (0.1,)), all_of(1))
 
 
 def reference_sgd(count: int, lrs: Sequence[float], clip_norm: float = math.inf) -> list[Tensor]:
@@ -177,14 +177,14 @@ def reference_sgd(count: int, lrs: Sequence[float], clip_norm: float = math.inf)
 @pytest.mark.parametrize("count", [1, 4])
 def test_training_follows_the_definition_of_sgd(count: int) -> None:
     trained = learner()
-    trained.train(1, 0, LRS, all_of(count))
+    trained.train(1, Steps(0, LRS), all_of(count))
     assert_close(weights(trained), reference_sgd(count, LRS))
 
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_the_gradient_of_a_global_batch_is_clipped(count: int) -> None:
     trained = learner(optimizer={"name": "SGD", "clip_norm": 0.2})
-    trained.train(1, 0, LRS, all_of(count))
+    trained.train(1, Steps(0, LRS), all_of(count))
     assert_close(weights(trained), reference_sgd(count, LRS, clip_norm=0.2))
 
 
@@ -196,7 +196,7 @@ def test_a_scaled_loss_is_not_clipped_for_its_scale(precision: str, clip_norm: f
         precision=precision, optimizer={"name": "SGD", "args": args, "clip_norm": clip_norm}
     )
     before = weights(trained)
-    trained.train(1, 0, (1.0,), all_of(2))
+    trained.train(1, Steps(0, (1.0,)), all_of(2))
     changes = [after - start for after, start in zip(weights(trained), before, strict=True)]
     norm = torch.nn.utils.get_total_norm(changes).item()
     assert norm == pytest.approx(0.2, rel=1e-3) if clip_norm == 0.2 else 0.4 < norm < 10
@@ -228,21 +228,21 @@ def test_the_workers_compute_all_micro_batches_with_equal_weights(
 def test_a_ramp_trains_at_the_larger_batch_from_its_epoch_on(workers: int) -> None:
     ramped = learner(workers=workers, batch_ramp={"steps": RAMP})
     before, after = learner(workers=workers), learner(workers=workers, global_batch_size=32)
-    ramped.train(1, 0, LRS, all_of(workers))
-    before.train(1, 0, LRS, all_of(workers))
+    ramped.train(1, Steps(0, LRS), all_of(workers))
+    before.train(1, Steps(0, LRS), all_of(workers))
     assert_close(weights(ramped), weights(before))
     after.load(before.state(copy=True))
-    totals = ramped.train(2, 0, LRS[:2], all_of(workers))
-    after.train(2, 0, LRS[:2], all_of(workers))
+    totals = ramped.train(2, Steps(0, LRS[:2]), all_of(workers))
+    after.train(2, Steps(0, LRS[:2]), all_of(workers))
     assert_close(weights(ramped), weights(after))
     assert (totals.steps, totals.samples) == (2, 64)
 
 
 def test_a_phase_can_be_split_anywhere() -> None:
     uncut, cut = learner(), learner()
-    uncut.train(1, 0, LRS, all_of(2))
-    cut.train(1, 0, LRS[:1], all_of(2))
-    cut.train(1, 1, LRS[1:], all_of(2))
+    uncut.train(1, Steps(0, LRS), all_of(2))
+    cut.train(1, Steps(0, LRS[:1]), all_of(2))
+    cut.train(1, Steps(1, LRS[1:]), all_of(2))
     assert uncut.state(copy=True).digest() == cut.state(copy=True).digest()
 
 
@@ -260,15 +260,15 @@ def test_a_phase_can_be_split_anywhere() -> None:
 def test_a_phase_from_the_same_state_repeats_bit_by_bit(job: dict[str, Any]) -> None:
     """Whatever ran before, dropout included; also in another process's learner."""
     first, second = learner(net_with_norm, **job), learner(net_with_norm, **job)
-    first.train(1, 0, LRS, all_of(2))
+    first.train(1, Steps(0, LRS), all_of(2))
     start = first.state(copy=True)
-    totals = first.train(1, 2, LRS[:2], all_of(2))
+    totals = first.train(1, Steps(2, LRS[:2]), all_of(2))
     end_digest = first.state(copy=True).digest()
-    first.train(2, 0, LRS, all_of(1))
+    first.train(2, Steps(0, LRS), all_of(1))
     torch.manual_seed(99)
     for other in (first, second):
         other.load(start)
-        again = other.train(1, 2, LRS[:2], all_of(2))
+        again = other.train(1, Steps(2, LRS[:2]), all_of(2))
         assert other.state(copy=True).digest() == end_digest != start.digest()
         assert again.loss_sum == totals.loss_sum
 
@@ -282,7 +282,7 @@ def test_the_factor_multiplies_the_weight_decay() -> None:
     def trained_weights(weight_decay: float, decay: float) -> list[Tensor]:
         args = {"momentum": 0.9, "weight_decay": weight_decay}
         trained = learner(optimizer={"name": "SGD", "args": args})
-        trained.train(1, 0, LRS, all_of(1), weight_decay_factor=decay)
+        trained.train(1, Steps(0, LRS, weight_decay_factor=decay), all_of(1))
         return weights(trained)
 
     assert_close(trained_weights(0.01, 10.0), trained_weights(0.1, 1.0))
@@ -300,21 +300,21 @@ def test_the_weight_decay_factor_lasts_one_phase_and_keeps_zeros() -> None:
 
     initial_decays = decays()
     assert 0.0 in initial_decays
-    trained.train(1, 0, LRS, all_of(1), weight_decay_factor=10.0)
+    trained.train(1, Steps(0, LRS, weight_decay_factor=10.0), all_of(1))
     high = trained.state(copy=True)
     assert decays() == pytest.approx([10 * decay for decay in initial_decays])
     trained.load(start)
-    trained.train(1, 0, LRS, all_of(1))
+    trained.train(1, Steps(0, LRS), all_of(1))
     assert decays() == initial_decays
     trained.load(high)
-    trained.train(1, 0, LRS, all_of(1))
+    trained.train(1, Steps(0, LRS), all_of(1))
     assert decays() == initial_decays
 
 
 def test_no_steps_change_nothing() -> None:
     trained = learner()
     before = trained.state(copy=True).digest()
-    totals = trained.train(1, 3, (), all_of(2))
+    totals = trained.train(1, Steps(3, ()), all_of(2))
     assert trained.state(copy=True).digest() == before
     assert (totals.steps, totals.samples, totals.loss) == (0, 0, 0.0)
 
@@ -329,15 +329,15 @@ def test_on_step_is_called_before_every_step_and_may_stop() -> None:
 
     trained, two_steps = learner(), learner()
     with pytest.raises(InterruptedError):
-        trained.train(1, 0, LRS, all_of(1), on_step)
+        trained.train(1, Steps(0, LRS), all_of(1), on_step)
     assert calls == [0, 1, 2]
-    two_steps.train(1, 0, LRS[:2], all_of(1))
+    two_steps.train(1, Steps(0, LRS[:2]), all_of(1))
     assert_close(weights(trained), weights(two_steps))
 
 
 def test_totals_are_sums_over_the_samples() -> None:
     trained = learner()
-    totals = trained.train(1, 0, (0.0, 0.0), all_of(2))
+    totals = trained.train(1, Steps(0, (0.0, 0.0)), all_of(2))
     reference = learner()
     reference.model.train()
     loss_sum = 0.0
@@ -354,7 +354,7 @@ def test_a_loss_that_is_not_finite_is_reported(bad: float) -> None:
     trained = learner()
     with torch.no_grad():
         trained.model[3].bias[0] = bad  # type: ignore[index]
-    assert not math.isfinite(trained.train(1, 0, (0.1,), all_of(2)).loss)
+    assert not math.isfinite(trained.train(1, Steps(0, (0.1,)), all_of(2)).loss)
     assert not math.isfinite(trained.evaluate("validation").loss)
 
 
@@ -365,7 +365,7 @@ def test_mixed_precision_trains_close_to_full(precision: str) -> None:
     mixed.model[0].register_forward_hook(  # type: ignore[index]
         lambda _module, _inputs, output: dtypes.append(output.dtype)
     )
-    a, b = (t.train(1, 0, LRS, all_of(2)) for t in (full, mixed))
+    a, b = (t.train(1, Steps(0, LRS), all_of(2)) for t in (full, mixed))
     assert set(dtypes) == {torch.bfloat16 if precision == "bf16" else torch.float16}
     assert b.loss == pytest.approx(a.loss, rel=0.02)
     assert {p.dtype for p in mixed.model.parameters()} == {torch.float32}
@@ -376,7 +376,7 @@ def test_mixed_precision_trains_close_to_full(precision: str) -> None:
 
 def test_channels_last_changes_only_the_memory_order() -> None:
     last, first = learner(channels_last=True), learner(channels_last=False)
-    a, b = (t.train(1, 0, LRS, all_of(2)) for t in (last, first))
+    a, b = (t.train(1, Steps(0, LRS), all_of(2)) for t in (last, first))
     assert a.loss == pytest.approx(b.loss)
     assert_close(weights(last), weights(first))
 
@@ -386,11 +386,20 @@ class CountReads(TorchDispatchMode):
 
     count = 0
 
+    def __init__(self, on_cpu: Sequence[Tensor] = ()) -> None:
+        super().__init__()
+        self._on_cpu = {tensor.data_ptr() for tensor in on_cpu}  # beside a GPU, too
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.count += args[0].data_ptr() not in self._on_cpu
         return func(*args, **(kwargs or {}))
+
+
+def muon(aux: str) -> dict[str, Any]:
+    return {"name": "Muon", "args": {"aux": aux}}
 
 
 CLIPPED = {"name": "SGD", "clip_norm": 0.1}
@@ -408,15 +417,19 @@ def test_reads_of_a_tensor_are_counted() -> None:
     [
         *product(["SGD", "AdamW", CLIPPED], ["fp32", "fp16"]),
         # With fp16, torch's scaler reads for optimizers without fused kernels.
-        # AdamW for Muon's other parameters reads its numbers of steps, which are on the CPU.
-        *product(["LARS", {"name": "Muon", "args": {"aux": "sgd"}}], ["fp32"]),
+        *product(["LARS", *(muon(aux) for aux in ("sgd", "adamw"))], ["fp32"]),
     ],
     ids=str,
 )
 def test_no_step_waits_for_the_device(optimizer: Any, average: Any, precision: str) -> None:
     trained = learner(net_with_norm, optimizer=optimizer, average=average, precision=precision)
-    with CountReads() as reads:
-        trained.train(1, 0, LRS, all_of(2))
+    trained.train(1, Steps(0, LRS), all_of(2))
+    steps = []
+    if optimizer == muon("adamw"):  # AdamW, for its other parameters, counts steps on the CPU
+        steps = [s["step"] for s in trained.optimizer.state.values() if "step" in s]
+        assert steps
+    with CountReads(steps) as reads:
+        trained.train(2, Steps(0, LRS), all_of(2))
     assert reads.count == 0
 
 
@@ -434,7 +447,7 @@ def test_a_compiled_model_survives_other_states_rates_and_optimizers(
         state = trained.state(copy=True)
         for epoch, lrs, optimizer in ((1, LRS, 0), (2, LRS[:1], 1), (1, LRS[1:], 0)):
             trained.load(state)
-            trained.train(epoch, 1, lrs, all_of(2), optimizer=optimizer)
+            trained.train(epoch, Steps(1, lrs, optimizer=optimizer), all_of(2))
             trained.sync_batch_norm_stats()
             trained.evaluate("test")
 
@@ -443,7 +456,7 @@ def test_a_compiled_model_survives_other_states_rates_and_optimizers(
     compiled, eager = (learner(net_with_norm, compile=c, **job) for c in ("default", "off"))
     assert not graphs
     for trained in (compiled, eager):
-        trained.train(1, 0, LRS, all_of(2))
+        trained.train(1, Steps(0, LRS), all_of(2))
         trained.evaluate("test")
     first = len(graphs)
     assert first > 0
@@ -473,7 +486,7 @@ def count_one_by_one(trained: Learner, x: Tensor, y: Tensor) -> tuple[float, int
 @pytest.mark.parametrize("batch_size", [1, 8, 37, None])
 def test_evaluation_counts_every_test_sample_once(batch_size: int | None) -> None:
     trained = learner(net_with_norm, evaluate={"batch_size_per_worker": batch_size})
-    trained.train(1, 0, LRS, all_of(1))
+    trained.train(1, Steps(0, LRS), all_of(1))
     totals = trained.evaluate("test")
     [batch] = trained.data.eval_batches("test", 0, 1, 100)
     assert np.array_equal(batch.y.numpy(), arrays().test_y)
@@ -512,7 +525,7 @@ def test_the_standard_error_of_the_loss_is_that_over_the_samples() -> None:
 def test_the_predictions_of_all_ranks_are_those_of_the_network(world_size: int) -> None:
     """The pictures of the most confident mistakes are the images of these samples."""
     trained = learner(evaluate={"batch_size_per_worker": 8})
-    trained.train(1, 0, LRS, all_of(1))
+    trained.train(1, Steps(0, LRS), all_of(1))
     parts = [trained.evaluate("test", rank, world_size).predictions for rank in range(world_size)]
     predictions = Predictions.join(parts)
     assert predictions is not None
@@ -542,7 +555,7 @@ def test_statistics_are_recomputed_from_training_batches() -> None:
     trained = learner(
         net_with_norm, batch_norm={"recalibrate_batches": 2}, batch_ramp={"steps": RAMP}
     )
-    trained.train(2, 0, LRS[:1], all_of(1))
+    trained.train(2, Steps(0, LRS[:1]), all_of(1))
     trained.sync_batch_norm_stats()
     convolution, norm = trained.model[0], trained.model[1]  # type: ignore[index]
     batches = trained.data.train_batches(2, product(range(2), range(2)), 2, 32)
@@ -568,7 +581,7 @@ class Penalty:
 
 def test_statistics_are_recomputed_with_the_model_that_a_task_gets_in_training() -> None:
     trained = learner(net_with_norm, task=Penalty, average={"decay": 0.5})
-    trained.train(1, 0, LRS, all_of(1))
+    trained.train(1, Steps(0, LRS), all_of(1))
     trained.sync_batch_norm_stats()
     assert trained.model[1].num_batches_tracked == 10  # type: ignore[index, union-attr]
 
@@ -587,7 +600,7 @@ CONSTANT = {"policy": "schedule", "shape": "constant"}
 def test_averaged_weights_have_the_statistics_that_belong_to_them(job: dict[str, Any]) -> None:
     trained = learner(net_with_norm, **job)
     training: list[Tensor] = []
-    trained.train(1, 0, LRS, all_of(1), lambda _: training.append(weights(trained)[0]))
+    trained.train(1, Steps(0, LRS), all_of(1), lambda _: training.append(weights(trained)[0]))
     assert not torch.equal(weights(trained)[0], training[-1])
     averaged = weights(trained)
     trained.sync_batch_norm_stats()
@@ -607,7 +620,7 @@ def test_no_average_is_added_to_that_of_an_optimizer_of_ones_own() -> None:
     for average in (None, {"decay": 0.5}):
         trained = learner(optimizer=OwnScheduleFree, learning_rate=CONSTANT, average=average)
         for epoch in (1, 2):
-            trained.train(epoch, 0, LRS, all_of(1))
+            trained.train(epoch, Steps(0, LRS), all_of(1))
         digests.add(trained.state(copy=True).digest())
     assert len(digests) == 1
 
@@ -615,7 +628,7 @@ def test_no_average_is_added_to_that_of_an_optimizer_of_ones_own() -> None:
 def test_a_phase_that_was_stopped_leaves_nothing_behind_a_loaded_state() -> None:
     once, again = (learner(net_with_norm, average={"decay": 0.5}) for _ in range(2))
     for trained in (once, again):
-        trained.train(1, 0, LRS, all_of(1))
+        trained.train(1, Steps(0, LRS), all_of(1))
     state = again.state(copy=True)
 
     def stop(step: int) -> None:
@@ -623,10 +636,10 @@ def test_a_phase_that_was_stopped_leaves_nothing_behind_a_loaded_state() -> None
             raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        again.train(2, 0, LRS, all_of(1), stop)
+        again.train(2, Steps(0, LRS), all_of(1), stop)
     again.load(state)
     for trained in (once, again):
-        trained.train(1, 2, LRS[:2], all_of(1))
+        trained.train(1, Steps(2, LRS[:2]), all_of(1))
         trained.sync_batch_norm_stats()
     assert once.state(copy=True).digest() == again.state(copy=True).digest()
 
@@ -653,11 +666,11 @@ class NetWithCache(nn.Module):
 @pytest.mark.parametrize("build", [net_with_spectral_norm, NetWithCache])
 def test_a_phase_that_was_stopped_continues_with_the_buffers_of_its_last_step(build: Any) -> None:
     once, stopped, resumed = (learner(build, average={"decay": 0.5}) for _ in range(3))
-    once.train(1, 0, LRS, all_of(1))
-    stopped.train(1, 0, LRS, all_of(1), lambda step: step == 1)
+    once.train(1, Steps(0, LRS), all_of(1))
+    stopped.train(1, Steps(0, LRS), all_of(1), lambda step: step == 1)
     stopped.sync_batch_norm_stats()  # with forward passes of its own
     resumed.load(stopped.state(copy=True))
-    resumed.train(1, 1, LRS[1:], all_of(1))
+    resumed.train(1, Steps(1, LRS[1:]), all_of(1))
     for trained in (once, resumed):
         trained.sync_batch_norm_stats()
     assert once.state(copy=True).digest() == resumed.state(copy=True).digest()
@@ -673,8 +686,8 @@ def test_evaluation_changes_nothing() -> None:
     before = trained.state(copy=True).digest()
     trained.evaluate("test")
     assert trained.state(copy=True).digest() == before
-    trained.train(1, 0, LRS, all_of(1))
-    other.train(1, 0, LRS, all_of(1))
+    trained.train(1, Steps(0, LRS), all_of(1))
+    other.train(1, Steps(0, LRS), all_of(1))
     assert trained.state(copy=True).digest() == other.state(copy=True).digest()
 
 

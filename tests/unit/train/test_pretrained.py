@@ -16,8 +16,9 @@ from raytrain_opt.config.schema import ModelSection
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.errors import JobError
-from raytrain_opt.execution.preflight import run_local_preflight, run_preflight
+from raytrain_opt.execution.check import try_job, try_local_job
 from raytrain_opt.models import build_model
+from raytrain_opt.results import Steps
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -100,7 +101,7 @@ def test_no_optimizer_moves_frozen_weights(tmp_path: Path, optimizer: str) -> No
     arrays = load_shared_data(settings.data)
     learner = Learner(LearnerConfig.from_job(settings), arrays, torch.device("cpu"))
     before = {name: t.clone() for name, t in learner.model.state_dict().items()}
-    learner.train(1, 0, [0.1] * 3, MicroBatches(range(2), 2))
+    learner.train(1, Steps(0, (0.1,) * 3), MicroBatches(range(2), 2))
     learner.sync_batch_norm_stats(fresh=True)
     moved = {n for n, t in learner.model.state_dict().items() if not torch.equal(t, before[n])}
     assert {name.partition(".")[0] for name in moved} == {"6", "7", "11"}
@@ -120,9 +121,9 @@ def test_a_run_starts_from_the_weights_of_a_file(pretrained: str, tmp_path: Path
 
 def test_a_resumed_run_needs_no_weights_any_more(tmp_path: Path) -> None:
     missing = job(tmp_path, {"weights": str(tmp_path / "gone.safetensors")})
-    run_preflight(missing, resumed=True)
+    try_job(missing, resumed=True)
     with pytest.raises(JobError, match=r"model\.weights: is no file, no run directory"):
-        run_preflight(missing)
+        try_job(missing)
 
 
 def linear(outputs: int, **extra: Tensor) -> dict[str, Tensor]:
@@ -247,7 +248,7 @@ def test_weights_of_torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     data = {s: [str(tmp_path / f"{s}_{n}.npy") for n in "xy"] for s in ("train", "test")}
     model_section = {"args": {}, "name": "shufflenet_v2_x0_5", "weights": "IMAGENET1K_V1"}
     changes = {"data": {"name": "arrays", **data}, "global_batch_size": 10, "optimizer": "SGD"}
-    assert run_local_preflight(job(tmp_path, model_section, **changes), "job") is not None
+    assert try_local_job(job(tmp_path, model_section, **changes), "job") is not None
 
 
 def tied(num_classes: int) -> nn.Module:

@@ -47,12 +47,20 @@ RAMP = (RampStep(epoch=10, factor=2), RampStep(epoch=20, factor=4))
             {"min_updates_per_epoch": 5, "min_updates": 30},
             1438 // 5,
         ),
+        # The rate grows at most 8-fold, unless the job names the largest size.
+        ({"own": 64, "train_size": 50_000, "epochs": None, "rule": "linear"}, {}, 512),
+        ({"own": 64, "train_size": 500_000, "epochs": None, "rule": "sqrt"}, {}, 4096),
+        (
+            {"own": 64, "train_size": 50_000, "epochs": None, "rule": "linear"},
+            {"max_batch_size": 1024},
+            1024,
+        ),
         # A size that cannot train is no reason for few updates.
         ({"own": 4096, "train_size": 1438, "epochs": 100}, {}, 71),
         ({"own": 4096, "train_size": 10, "epochs": 1}, {}, 1),
     ],
 )
-def test_enough_updates_are_left(
+def test_enough_updates_are_left_and_the_rate_stays_within_its_rule(
     arguments: dict[str, Any], settings: dict[str, Any], largest: int
 ) -> None:
     for kind, name in (

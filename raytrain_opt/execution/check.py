@@ -1,0 +1,336 @@
+"""Every check of a job that needs no Ray: names and files, then its data and its network.
+
+A check reports problems, and facts that `resolve` needs; it decides nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from stat import S_ISDIR, S_ISREG
+from typing import TYPE_CHECKING, Any, cast
+
+from raytrain_opt.config.data import (
+    ArraysData,
+    ArraySetData,
+    DataSection,
+    ImageFolderData,
+    RayData,
+    ShardsData,
+)
+from raytrain_opt.config.functions import resolve_function
+from raytrain_opt.config.learning_rate import ReplayPolicy
+from raytrain_opt.config.load import plain_job
+from raytrain_opt.config.schema import Job
+from raytrain_opt.config.section import is_function_name
+from raytrain_opt.config.updates import OptimizerChoiceSection
+from raytrain_opt.errors import DataError, JobError, Problem, problems_of
+from raytrain_opt.execution.resolve import Facts, count_updates
+from raytrain_opt.search.factory import build_policy
+from raytrain_opt.storage import check_uri
+from raytrain_opt.train.learner_config import LearnerConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from raytrain_opt.data.base import Batch, DataInfo
+    from raytrain_opt.data.factory import SharedData
+    from raytrain_opt.data.loader import DataLoaderData
+    from raytrain_opt.train.task import Task
+
+# Returns the number of threads to train with, by batch size of a worker and largest number.
+ChooseThreads = Callable[[int, int], int]
+
+
+def check_job(job: Job) -> list[Problem]:
+    """Return every problem of names, arguments, functions and files; no data are read."""
+    problems = check_sections({name: getattr(job, name) for name in Job.model_fields})
+    return problems + problems_of(lambda: plain_job(job))  # which a run writes
+
+
+def check_sections(sections: Mapping[str, Any]) -> list[Problem]:
+    """Check the given sections, some of a job whose others have errors, as `check_job` does."""
+    from raytrain_opt.execution.callbacks import check_tracking
+    from raytrain_opt.models import check_model
+    from raytrain_opt.train.task import check_loss, check_task
+
+    checks: dict[str, Callable[[Any], list[Problem]]] = {
+        "model": check_model,
+        "data": check_data,
+        "learning_rate": _check_schedule,
+        "optimizer": _check_optimizers,
+        "task": check_task,
+        "loss": check_loss,
+        "storage_path": check_uri,
+        "callbacks": _check_callbacks,
+        "tracking": check_tracking,
+    }
+    problems = [
+        problem
+        for name, check in checks.items()
+        if name in sections
+        for problem in check(sections[name])
+    ]
+    return problems + _check_sampler(sections)
+
+
+def check_data(data: DataSection) -> list[Problem]:
+    """Return every problem of the files, folders or function that the data are read from."""
+    match data:
+        case ArraysData():
+            pairs = {"train": data.train, "test": data.test}
+            return [
+                problem
+                for split, pair in pairs.items()
+                for i, path in enumerate(pair)
+                for problem in _check_path(f"data.{split}.{i}", path, folder=False)
+            ]
+        case ImageFolderData():
+            problems = _check_path("data.root", data.root, folder=True)
+            if data.labels is not None:
+                return problems + check_uri(data.labels, "data.labels")
+            splits = {"data.train_split": data.train_split, "data.test_split": data.test_split}
+            return problems or [
+                problem
+                for field, split in splits.items()
+                for problem in _check_path(field, f"{data.root}/{split}", folder=True)
+            ]
+        case ShardsData():
+            return [*check_uri(data.train, "data.train"), *check_uri(data.test, "data.test")]
+        case RayData():
+            return problems_of(lambda: resolve_function(data.function, "data.function"))
+        case ArraySetData(name="digits") | ArraySetData(download=True):
+            return []
+        case ArraySetData():
+            hint = "data.download: true downloads the set"
+            return _check_path("data.root", data.root, folder=True, hint=hint)
+    return problems_of(lambda: resolve_function(data.name, "data.name"))
+
+
+def try_job(
+    job: Job, source: str = "job", *, resumed: bool = False
+) -> tuple[Facts, SharedData, ChooseThreads]:
+    """Read the data of a job that passed `check_job`; try model and loss on them.
+
+    Also returns what all processes share of the data, and `train.thread_choice.choose_threads`
+    for the network, which it keeps. A `resumed` run needs no pretrained weights any more.
+
+    Raises DataError when the data cannot be used, JobError with all fields that do not match the
+    data.
+    """
+    shared, info, samples = read_data(job)
+    problems = _check_worker_count(job, info)
+    if not problems and job.batch_size_search is None:
+        problems = problems_of(
+            lambda: build_policy(job, count_updates(LearnerConfig.from_job(job), info))
+        )
+    tried: list[tuple[Facts, ChooseThreads]] = []
+    problems += problems_of(
+        lambda: tried.append(_try_network(job, info, samples, resumed=resumed))
+    )
+    if problems:
+        raise JobError(problems, source)
+    facts, choose_threads = tried[0]
+    return facts, shared, choose_threads
+
+
+def try_local_job(job: Job, source: str) -> Facts | None:
+    """Try a job without any download; return None if the data must be downloaded first."""
+    from raytrain_opt.train.pretrained import names_torchvision_weights
+
+    if names_torchvision_weights(job.model):
+        job = job.model_copy(update={"model": job.model.model_copy(update={"weights": None})})
+    if not job.data.download:
+        return try_job(job, source)[0]
+    section = job.data.model_copy(update={"download": False})
+    try:
+        return try_job(job.model_copy(update={"data": section}), source)[0]
+    except DataError:
+        return None
+
+
+def read_data(job: Job) -> tuple[SharedData, DataInfo, tuple[Batch, Batch]]:
+    """Return what all processes share, the sizes, and two samples of each set."""
+    import torch
+
+    from raytrain_opt.data import load_shared_data, open_data
+
+    shared = load_shared_data(job.data)
+    data = open_data(
+        job.data,
+        shared,
+        hold_out=job.hold_out,
+        seed=job.seed,
+        device=torch.device("cpu"),
+        channels_last=job.channels_last,
+        classification=job.task.is_classification,
+    )
+    try:
+        data.check_samples()
+        samples = data.two_samples("train"), data.two_samples("test")
+    finally:
+        data.close()
+    source = cast("DataLoaderData", data).source if shared is None else shared
+    return shared, replace(data.info, digest=source.digest()), samples
+
+
+def _check_worker_count(job: Job, info: DataInfo) -> list[Problem]:
+    if job.workers.size <= info.train_size:
+        return []
+    rule = f"more than the training set has samples ({info.train_size})"
+    return [Problem("workers.count", rule, str(job.workers.size))]
+
+
+def _try_network(
+    job: Job, info: DataInfo, samples: tuple[Batch, Batch], *, resumed: bool
+) -> tuple[Facts, ChooseThreads]:
+    """Build the model on the CPU, as every worker does, try it, and weigh Muon's cost."""
+    from torch.nn import GroupNorm
+    from torch.nn.modules.batchnorm import _NormBase  # of BatchNorm and InstanceNorm
+
+    from raytrain_opt.data.base import refuse_channels_last
+    from raytrain_opt.models import build_model
+    from raytrain_opt.optim.factory import group_parameters
+    from raytrain_opt.optim.muon import orthogonalization_flops
+    from raytrain_opt.optim.parameter_groups import EMBEDDING
+    from raytrain_opt.train.pretrained import fit_pretrained, read_pretrained
+    from raytrain_opt.train.task import build_task, count_flops
+    from raytrain_opt.train.thread_choice import choose_threads
+
+    shape, classes = info.sample_shape, info.num_classes
+    if not is_function_name(job.model.name):
+        refuse_channels_last(shape)
+    model = build_model(
+        job.model,
+        num_classes=classes,
+        sample_shape=shape,
+        seed=job.seed,
+        channels_last=job.channels_last,
+    )
+    task = build_task(job.task, job.loss, info)
+    problems_of_several = _try_model(job, task, model, samples, classes)
+    if job.model.weights is not None and not resumed:
+        fit_pretrained(model.state_dict(), read_pretrained(job.model), classes)
+    groups = {str(o.name): group_parameters(o, model) for o in job.optimizers}
+    sample_flops, search_flops, muon_flops = 0.0, math.inf, 0.0
+    if job.learning_rate.policy == "stpt_horizon":
+        sample_flops = count_flops(task, model, samples[0])
+        search_flops = _estimated(sample_flops, model, shape)
+    if job.optimizer.chooses_freely:
+        matrices = [p.shape for g in groups["Muon"] if g["use_muon"] for p in g["params"]]
+        muon_flops = orthogonalization_flops(matrices)
+    if job.parallel.mode == "async":
+        from raytrain_opt.async_training.weight_shard import split_parameters
+
+        split_parameters(model, 1)
+    facts = Facts(
+        info,
+        None if any(p.is_complex() for p in model.parameters()) else muon_flops,
+        sample_flops,
+        search_flops,
+        channel_norm=any(isinstance(layer, _NormBase | GroupNorm) for layer in model.modules()),
+        embeddings=any(isinstance(layer, EMBEDDING) for layer in model.modules()),
+        problems_of_several=problems_of_several,
+    )
+    return facts, partial(choose_threads, task, model, samples[0], job.precision)
+
+
+def _estimated(flops: float, model: nn.Module, sample_shape: tuple[int, ...]) -> float:
+    """Return the operations of a sample, as if every weight met every input where none count."""
+    if not math.isinf(flops):
+        return flops
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    return 6.0 * weights * math.prod(sample_shape or ())
+
+
+def _try_model(
+    job: Job, task: Task, model: nn.Module, samples: tuple[Batch, Batch], num_classes: int
+) -> list[Problem]:
+    """Try model, loss and the first step; return why several workers cannot train it."""
+    import torch
+
+    from raytrain_opt.data.nesting import map_leaves
+    from raytrain_opt.optim.factory import build_optimizer
+    from raytrain_opt.train.step_check import check_steps
+
+    for name, value in model.state_dict().items():
+        if not torch.is_tensor(value):  # of `get_extra_state`
+            rule = f"state_dict() must hold tensors only, but {name} is a {type(value).__name__}"
+            raise JobError([Problem("model.name", rule, hint="store it as a buffer")])
+    train, test = samples
+    try:
+        if job.batch_size_per_worker == 1 and job.batch_size_search is None:
+            one = map_leaves(lambda leaf: leaf if leaf is None else leaf[:1], (train.x, train.y))
+            train = replace(train, x=one[0], y=one[1])
+        own = [o for o in job.optimizers if is_function_name(o.name)]
+        optimizers = [build_optimizer(o, model, steps_per_epoch=1) for o in own]
+        return check_steps(task, model, train, test, num_classes, optimizers)
+    except (DataError, JobError) as error:
+        if not job.channels_last:
+            raise
+        contiguous = job.model_copy(update={"channels_last": False})
+        model = model.to(memory_format=torch.contiguous_format)
+        pair = [replace(b, x=map_leaves(torch.Tensor.contiguous, b.x)) for b in samples]
+        if problems_of(
+            lambda: _try_model(contiguous, task, model, (pair[0], pair[1]), num_classes)
+        ):
+            raise
+        problem = error.problems[0] if isinstance(error, JobError) else error.problem
+        hint = "or call reshape(…) in forward in place of view(…)"
+        rule = f"must be false for this network: {problem.rule}"
+        raise JobError([Problem("channels_last", rule, "true", hint)]) from error
+
+
+def _check_callbacks(names: Sequence[str | Callable[..., Any]]) -> list[Problem]:
+    checks = (partial(resolve_function, name, f"callbacks.{i}") for i, name in enumerate(names))
+    return [problem for check in checks for problem in problems_of(check)]
+
+
+def _check_optimizers(section: OptimizerChoiceSection) -> list[Problem]:
+    from raytrain_opt.optim.factory import check_optimizer
+
+    if section.name != "auto":
+        return check_optimizer(section)
+    return [
+        replace(problem, path=problem.path.replace("optimizer", f"optimizer.candidates.{i}", 1))
+        for i, candidate in enumerate(section.candidates)
+        for problem in check_optimizer(candidate)
+    ]
+
+
+def _check_schedule(section: Any) -> list[Problem]:
+    from raytrain_opt.search.factory import read_schedule
+
+    replays = isinstance(section, ReplayPolicy)
+    return problems_of(lambda: read_schedule(section.schedule)) if replays else []
+
+
+def _check_sampler(sections: Mapping[str, Any]) -> list[Problem]:
+    """Check the sampler where the job itself excludes GPUs; otherwise the cluster decides."""
+    search, workers = sections.get("batch_size_search"), sections.get("workers")
+    if search is None or workers is None or workers.use_gpu is not False:
+        return []
+    from raytrain_opt.search.batch_size.factory import check_sampler
+
+    return problems_of(lambda: check_sampler(search, use_gpu=False))
+
+
+def _check_path(field: str, path: str, *, folder: bool, hint: str | None = None) -> list[Problem]:
+    """Return a problem unless `path` is an existing folder or file, as the field needs."""
+    kind = "folder" if folder else "file"
+    if "://" in path:
+        rule = f"must be a {kind} in the file system of every node, not a URI"
+        return [Problem(field, rule, repr(path))]
+    try:
+        mode = Path(path).expanduser().stat().st_mode
+    except FileNotFoundError:
+        rule = f"no such {kind} on this machine (the job is checked where it starts)"
+        return [Problem(field, rule, repr(path), hint)]
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: an unknown ~user
+        reason = error.strerror if isinstance(error, OSError) else None
+        return [Problem(field, f"cannot be read: {reason or error}", repr(path), hint)]
+    is_right_kind = S_ISDIR(mode) if folder else S_ISREG(mode)
+    return [] if is_right_kind else [Problem(field, f"must be a {kind}", repr(path), hint)]

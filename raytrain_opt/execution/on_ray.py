@@ -1,0 +1,200 @@
+"""The backend of a run on Ray. Imports no torch: it is imported while Ray starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, wait
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from importlib import import_module
+from shlex import quote
+from shutil import copytree
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from raytrain_opt.cluster.autoscaling import plan_when_there_is_room
+from raytrain_opt.cluster.connection import check_address, ray_session, watch_preemption
+from raytrain_opt.cluster.ray_private import log_folder
+from raytrain_opt.cluster.resources import PoolPlan, PoolRequest
+from raytrain_opt.config.data import RayData
+from raytrain_opt.config.schema import Job
+from raytrain_opt.errors import DataError, JobError, PoolError, ResidentError, StorageError
+from raytrain_opt.execution.batch_size import search_batch_size
+from raytrain_opt.execution.check import ChooseThreads, check_job, try_job
+from raytrain_opt.execution.resolve import Facts, Placement, Resolved
+from raytrain_opt.execution.workspace import Frontend, Workspace
+from raytrain_opt.pools.launcher import environment
+from raytrain_opt.pools.protocol import Pools
+from raytrain_opt.search.factory import max_candidates
+from raytrain_opt.storage import join
+from raytrain_opt.threads import Cores, start_thread
+
+if TYPE_CHECKING:
+    from raytrain_opt.data.factory import SharedData
+
+
+@contextmanager
+def open_on_ray(
+    job: Job,
+    frontend: Frontend,
+    *,
+    address: str | None = None,
+    verbose: bool = False,
+    resumed: bool = False,
+) -> Iterator[RayBackend]:
+    """Connect to Ray, and read the data meanwhile. A Ray that was started here is shut down.
+
+    Raises RaytrainOptError.
+    """
+    check_address(address)
+    limits, terminal, stop = job.timeouts, frontend.terminal, frontend.stop
+    with ExitStack() as stack:
+        backend = RayBackend(job, frontend, address, resumed=resumed)
+        # Ray Datasets can be made only when Ray runs.
+        if not isinstance(job.data, RayData):
+            stack.callback(wait, [backend.start_reading()], limits.stop_s)
+        backend.measure_cores()  # before Ray starts, which uses all cores for seconds
+        terminal.phase("starting Ray")
+        variables = environment(local=True, start_s=limits.start_s)
+        with stop.deferred(limits.start_s):  # half a Ray cannot be shut down
+            backend.owns_ray = stack.enter_context(
+                ray_session(address, verbose=verbose, environment=variables)
+            )
+        if not backend.owns_ray:
+            stack.enter_context(watch_preemption(terminal.note))
+        frontend.startup.mark("ray_connected_s")
+        yield backend
+
+
+class RayBackend:
+    """Trains in processes of a Ray cluster. Implements `Backend`.
+
+    `owns_ray`: Ray was started for this run. `plan`: after `place`.
+    """
+
+    owns_ray = False
+    plan: PoolPlan
+
+    def __init__(
+        self, job: Job, frontend: Frontend, address: str | None, *, resumed: bool
+    ) -> None:
+        self.options = f"--address {quote(address)}" if address else ""
+        self._job, self._frontend, self._resumed = job, frontend, resumed
+        self._reading: Future[Facts] | None = None
+        self._shared: SharedData = None  # until it is in Ray's object store
+        self._shared_refs: list[Any] | None = None
+        self._cores: Cores | None = None
+        self._choose_threads: ChooseThreads | None = None  # until the placement
+
+    def start_reading(self) -> Future[Facts]:
+        """Begin to check the job and to read its data in a thread."""
+        self._reading = start_thread(self._read)
+        return self._reading
+
+    def measure_cores(self) -> None:
+        """Measure the cores that other programs leave idle, if the job leaves threads open."""
+        if self._job.workers.threads is None:
+            self._cores = Cores.measure()
+
+    def _read(self) -> Facts:
+        """Check the job, read its data, and import what the run needs next."""
+        if problems := check_job(self._job):
+            raise JobError(problems)
+        facts, self._shared, self._choose_threads = try_job(self._job, resumed=self._resumed)
+        import_module("raytrain_opt.execution.start")
+        return facts
+
+    def read(self) -> Facts:
+        self._frontend.terminal.phase("reading data")
+        reading, limit_s = self._reading or self.start_reading(), self._job.timeouts.no_progress_s
+        if not wait([reading], limit_s).done:
+            advice = "check that the storage responds"
+            rule = f"not read within {limit_s:g} s (timeouts.no_progress_s); {advice}"
+            raise DataError("data", rule)
+        facts = reading.result(timeout=0)
+        self._frontend.startup.mark("data_read_s")
+        return facts
+
+    def place(self, facts: Facts, *, search: bool = True) -> Placement:
+        """Plan the pools when there is room; report where the plan differs from the job."""
+        job, note = self._job, self._frontend.terminal.note
+        candidates = max_candidates(job) if search else 0
+        request = PoolRequest.from_job(job, candidates)
+        self.plan = plan = plan_when_there_is_room(request, job.timeouts.start_s, note)
+        for text in plan.notes:
+            note(text)
+        if plan.search_reason:
+            where = f"{plan.slots} slots" if plan.slots else "all workers"
+            note(f"candidates train on {where}: {plan.search_reason}")
+        if plan.workers > 1 and job.parallel.mode != "async" and facts.problems_of_several:
+            raise JobError(facts.problems_of_several)
+        threads = job.workers.threads
+        if self._cores is not None and self.owns_ray and not plan.use_gpu:
+            choose, batch_size = self._choose_threads, job.global_batch_size // plan.workers
+            # A batch that is to be searched is measured with these threads.
+            if choose is None or job.batch_size_search is not None:
+                fastest = None
+            else:
+                fastest = partial(choose, max(1, batch_size))
+            threads = self._cores.choose(plan.workers_per_node, note, fastest)
+        self._choose_threads = None
+        return Placement(plan.workers, threads, candidates)
+
+    def find_batch_size(self, facts: Facts, placement: Placement, workspace: Workspace) -> int:
+        if self._job.batch_size_search is None:
+            return self._job.global_batch_size
+        # Not at the top: it loads torch, which a job without a search never needs here.
+        from raytrain_opt.execution.start import start_prober
+
+        open_prober = partial(
+            start_prober,
+            self._job,
+            self.plan,
+            placement,
+            workspace.paths,
+            self._share(),
+            self.owns_ray,
+        )
+        with _keeping_ray_logs(workspace):
+            return search_batch_size(
+                self._job,
+                facts.info,
+                placement,
+                workspace,
+                open_prober,
+                use_gpu=self.plan.use_gpu,
+            )
+
+    @contextmanager
+    def start(self, resolved: Resolved, workspace: Workspace) -> Iterator[Pools]:
+        from raytrain_opt.execution.start import start_pools
+
+        with (
+            _keeping_ray_logs(workspace),
+            start_pools(resolved, self.plan, workspace, self._share(), self.owns_ray) as pools,
+        ):
+            yield pools
+
+    def _share(self) -> list[Any]:
+        """Return the reference to the data that all processes share; keep no copy here.
+
+        In a list: Ray would fetch a bare one on the way.
+        """
+        if self._shared_refs is None:
+            self._shared_refs, self._shared = [ray.put(self._shared)], None
+        return self._shared_refs
+
+
+@contextmanager
+def _keeping_ray_logs(workspace: Workspace) -> Iterator[None]:
+    """Copy Ray's logs, which messages name and which end with Ray, when processes fail."""
+    try:
+        yield
+    except (PoolError, ResidentError) as error:
+        with suppress(OSError, StorageError):
+            paths = workspace.paths
+            copytree(log_folder(), paths.local / "ray_logs", dirs_exist_ok=True)
+            error.message += f"\nRay's session logs: {join(paths.shown, 'ray_logs')}"
+            paths.publish()
+        raise

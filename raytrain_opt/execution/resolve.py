@@ -1,0 +1,165 @@
+"""Resolve a job: once, to one frozen value, by which everything that is started lives. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from raytrain_opt.config.learning_rate import ReplayPolicy
+from raytrain_opt.config.schema import Job
+from raytrain_opt.errors import JobError, Problem
+from raytrain_opt.optim.epoch_steps import EpochSteps, epoch_steps
+from raytrain_opt.optim.scaling import scale_lr
+from raytrain_opt.search.factory import build_policy, max_candidates
+from raytrain_opt.search.optimizer_race import is_too_costly
+from raytrain_opt.search.policy import Policy
+from raytrain_opt.train.learner_config import LearnerConfig
+
+if TYPE_CHECKING:
+    from raytrain_opt.data.base import DataInfo
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What reading the data of a job and trying its network has shown (`check.try_job`).
+
+    `muon_flops`: operations with which a step of Muon orthogonalizes, if the job may choose it;
+    None if Muon cannot train the network. `sample_flops`: operations of training one sample;
+    `search_flops`: the same, estimated where torch does not count. `channel_norm`: the network
+    normalizes channels; `embeddings`: it has some. `problems_of_several`: why several synchronous
+    workers could not train the network.
+    """
+
+    info: DataInfo
+    muon_flops: float | None = 0.0
+    sample_flops: float = 0.0
+    search_flops: float = math.inf
+    channel_norm: bool = True
+    embeddings: bool = False
+    problems_of_several: list[Problem] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The processes that a job gets.
+
+    `threads`: compute threads of each worker on CPU, None for an even part of the node's cores.
+    `candidates`: of a round, at most; 0 without rounds.
+    """
+
+    workers: int
+    threads: int | None
+    candidates: int
+
+    @classmethod
+    def from_job(cls, job: Job) -> Placement:
+        """Return what the job asks for, with one worker if the cluster is to decide."""
+        return cls(job.workers.size, job.workers.threads, max_candidates(job))
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A job with all that follows from it, its data and the processes that it gets.
+
+    `job`: as job.yaml has it, with final batch size, rate, workers and threads. `learner`: with
+    the optimizers that are worth trying. `policy`: chooses the rates. `steps`: updates per epoch.
+    `candidates`: of a round, at most. `note`: why an optimizer was left out.
+    """
+
+    job: Job
+    info: DataInfo
+    learner: LearnerConfig
+    steps: EpochSteps
+    policy: Policy
+    candidates: int
+    note: str | None = None
+
+
+def resolve(job: Job, facts: Facts, placement: Placement, global_batch_size: int) -> Resolved:
+    """Resolve a job. Raises JobError if the batch, or a replayed schedule, does not fit its data.
+
+    `global_batch_size`: the one that was searched, or the job's own.
+    """
+    job = settle(job, placement, global_batch_size)
+    learner = LearnerConfig.from_job(job)
+    steps = count_updates(learner, facts.info)
+    note, chosen = None, job
+    if job.optimizer.chooses_freely:
+        note = _why_without_muon(job, facts, steps)
+        optimizer = job.optimizer.usual(
+            channel_norm=facts.channel_norm, embeddings=facts.embeddings, muon=note is None
+        )
+        chosen = job.model_copy(update={"optimizer": optimizer})
+    policy = build_policy(
+        chosen,
+        steps,
+        channel_norm=facts.channel_norm,
+        validation_size=facts.info.validation_size,
+        step_flops=facts.search_flops * global_batch_size,
+        class_counts=facts.info.class_counts,
+    )
+    learner = replace(learner, optimizers=chosen.optimizers)
+    return Resolved(job, facts.info, learner, steps, policy, placement.candidates, note)
+
+
+def settle(job: Job, placement: Placement, global_batch_size: int) -> Job:
+    """Return the job with this batch and the rate for it, and what it leaves open of workers."""
+    changes: dict[str, object] = {}
+    if job.batch_size_search is not None:
+        changes |= {"global_batch_size": global_batch_size, "batch_size_search": None}
+    policy = job.learning_rate
+    if job.batch_size_search is not None or policy.scaling is not None:
+        lr = scaled_lr(job, global_batch_size)
+        changes["learning_rate"] = policy.model_copy(update={"initial": lr, "scaling": None})
+    workers: dict[str, object] = {}
+    if job.workers.count == "auto":
+        workers["count"] = placement.workers
+    if job.workers.threads is None:
+        workers["threads"] = placement.threads
+    return job.model_copy(update=changes | {"workers": job.workers.model_copy(update=workers)})
+
+
+def scaled_lr(job: Job, global_batch_size: int) -> float:
+    """Return the initial rate for a batch.
+
+    By the rule of `learning_rate.scaling` where the job has it, else by that of a search.
+    """
+    policy, search = job.learning_rate, job.batch_size_search
+    assert not isinstance(policy, ReplayPolicy)  # it has no rate, and the schema no search with it
+    if policy.scaling is not None:
+        reference = policy.scaling.reference_batch_size
+        return scale_lr(policy.scaling.rule, policy.initial, reference, global_batch_size)
+    rule = "none" if search is None else search.lr_rule
+    return scale_lr(rule, policy.initial, job.global_batch_size, global_batch_size)
+
+
+def count_updates(learner: LearnerConfig, info: DataInfo) -> EpochSteps:
+    """Count the updates of each epoch. Raises JobError if the batch does not fit the data."""
+    batch, ramp = learner.global_batch_size, learner.batch_ramp.steps
+    drop_last = learner.data.drop_last
+    for factor in () if drop_last else (1, *(step.factor for step in ramp)):
+        parts = learner.worker_count * learner.finest_split * factor
+        for size in (info.train_size, info.search_size):
+            remainder = size % (batch * factor)
+            if 0 < remainder < 2 * parts:  # BatchNorm and DDP need two
+                rule = (
+                    f"the last update of an epoch would split {remainder} samples into {parts} "
+                    "micro-batches, and each needs two; write true, or change global_batch_size"
+                )
+                raise JobError([Problem("data.drop_last", rule, "false")])
+    return epoch_steps(info.train_size, batch, ramp, info.search_size, drop_last=drop_last)
+
+
+def _why_without_muon(job: Job, facts: Facts, steps: EpochSteps) -> str | None:
+    """Return why Muon is not worth trying; None if it is."""
+    if facts.muon_flops is None:
+        return "Muon is left out: this model has complex parameters, which it cannot train"
+    batch_flops = facts.sample_flops * job.global_batch_size
+    total_steps = math.inf if job.epochs is None else steps.first * job.epochs
+    if not is_too_costly(facts.muon_flops, batch_flops, total_steps):
+        return None
+    return (
+        f"Muon is left out: orthogonalizing takes {facts.muon_flops / batch_flops:.0f} "
+        "times as many operations as training a batch; optimizer.candidates can name it"
+    )

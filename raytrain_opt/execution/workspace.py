@@ -1,0 +1,250 @@
+"""What a run has around it: terminal, signals, run directory and its lock. Imports no torch."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TextIO
+
+from raytrain_opt.clock import utc_now
+from raytrain_opt.config.load import dump_job
+from raytrain_opt.config.schema import Job
+from raytrain_opt.data.base import DataInfo
+from raytrain_opt.errors import CheckpointError, DataError, JobError, Problem, StorageError
+from raytrain_opt.execution.progress import RunProgress, Startup
+from raytrain_opt.execution.resume import check_edited_job, resume_command
+from raytrain_opt.execution.signals import StopRequest, stop_on_signals
+from raytrain_opt.paths import RunPaths, find_runs
+from raytrain_opt.recording.recorder import check_records
+from raytrain_opt.remote.log_markers import announce_run_dir
+from raytrain_opt.remote.run_copy import INDEX, RAY_FOLDER
+from raytrain_opt.storage import is_remote, open_plain, remove_tree, write_text
+from raytrain_opt.temporary import remove_abandoned
+from raytrain_opt.terminal.progress import Terminal, open_terminal
+from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
+
+_LOCK = ".lock"
+# What flock raises on a file system without locks, as some network file systems are.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+# Names in a run directory before its first record, beside hidden ones.
+_START = {"job.yaml", "checkpoints", "tensorboard", RAY_FOLDER}
+# `is_locked` holds the lock for microseconds; a run that starts just then tries once more.
+_RETRY_S = 0.2
+
+
+@dataclass(frozen=True)
+class Frontend:
+    """Where a run shows its progress and takes signals, and the times of its start."""
+
+    terminal: Terminal
+    stop: StopRequest
+    startup: Startup
+
+
+@dataclass(frozen=True)
+class Workspace(Frontend):
+    """A frontend and a run directory that is locked; its latest checkpoint is readable."""
+
+    paths: RunPaths
+    checkpoints: Checkpoints
+    write_job: Callable[[Job], None]
+    """Write job.yaml. Raises JobError if the storage cannot be written."""
+
+
+@contextmanager
+def open_frontend(began_s: float) -> Iterator[Frontend]:
+    """Show progress and take signals. `began_s`: monotonic time from which the start counts."""
+    with open_terminal() as terminal, stop_on_signals(terminal.note) as stop:
+        yield Frontend(terminal, stop, Startup(began_s))
+
+
+@contextmanager
+def open_workspace(
+    job: Job,
+    frontend: Frontend,
+    resume: str | None = None,
+    info: DataInfo | None = None,
+    options: str = "",
+) -> Iterator[Workspace]:
+    """Make a run directory, or open the one of an earlier run; lock it against other processes.
+
+    What ends the block early says how to resume the run, with these `options` of the command.
+    Raises JobError or CheckpointError, and DataError if data that were read (`info`) are not those
+    of the latest checkpoint.
+    """
+    terminal, stop = frontend.terminal, frontend.stop
+    paths = RunPaths.existing(resume) if resume else RunPaths.create(job.storage_path, job.name)
+    with ExitStack() as stack:
+        stack.callback(paths.release)
+        with _writing(paths, job, resume):
+            _remove_abandoned(job.storage_path)
+            if not resume:
+                paths.claim()
+            sign_lock = stack.enter_context(lock_run_directory(paths.local))
+            checkpoints = Checkpoints(paths.checkpoints, job.checkpoint)
+            damages = checkpoints.drop_damaged()
+            _check_latest(checkpoints, paths, job, info)
+            has_lock = sign_lock()
+            for torn in paths.local.glob(".*.tmp"):  # of a process that was killed
+                torn.unlink()
+            checkpoints.remove_orphans()
+        notes = [f"{'resuming' if resume else 'run directory:'} {paths.shown}"]
+        notes += [f"{damage}; the one before is used" for damage in damages]
+        if not has_lock:
+            notes.append(
+                "this storage has no locks: do not resume this run twice at the same time"
+            )
+        for note in (*notes, *(info.notes if info else ())):
+            terminal.note(note)
+        announce_run_dir(paths.shown)
+        stop.advice = partial(how_to_resume, paths, job, options)
+
+        write_job = partial(_write_job, paths, job, resume)
+        try:
+            yield Workspace(terminal, stop, frontend.startup, paths, checkpoints, write_job)
+        except (JobError, DataError):
+            if not resume and not checkpoints.saved:
+                stop.advice = None
+                remove_tree(paths.local)  # leave no directory of a run that could not start
+            raise
+
+
+def _write_job(paths: RunPaths, job: Job, resume: str | None, resolved: Job) -> None:
+    with _writing(paths, job, resume):
+        write_text(paths.job, dump_job(resolved))
+        for path in (paths.result, paths.ending):  # a run with a result is not resumed
+            path.unlink(missing_ok=True)
+        paths.publish()
+
+
+@contextmanager
+def _writing(paths: RunPaths, job: Job, resume: str | None) -> Iterator[None]:
+    """Raise JobError for storage that cannot be written, and leave no new directory there."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (StorageError, OSError) as error:
+        if not resume:
+            remove_tree(paths.local)
+        field, path = ("--resume", resume) if resume else ("storage_path", job.storage_path)
+        rule = f"cannot be written: {error}"
+        raise JobError([Problem(field, rule, repr(path))]) from error
+
+
+def _remove_abandoned(storage_path: str) -> None:
+    """Remove what killed runs of this user have left on this machine and nobody needs."""
+    remove_abandoned()
+    for run in () if is_remote(storage_path) else find_runs(storage_path):
+        with suppress(OSError):
+            remove_if_abandoned(Path(run.run_dir))
+
+
+def _check_latest(
+    checkpoints: Checkpoints, paths: RunPaths, job: Job, info: DataInfo | None
+) -> None:
+    """Look at all that a resume reads: one that is refused has changed nothing."""
+    if checkpoints.latest is not None:
+        _, plain = read_checkpoint(checkpoints.folder / checkpoints.latest.folder)
+        progress = RunProgress.from_json(plain)
+        if info is not None and progress.data is not None:
+            progress.data.require_same(job.data, info)
+        if progress.job is not None:
+            check_edited_job(job, progress.job, progress.next_epoch - 1, paths.shown)
+        check_records(paths, progress.recorded_rounds, progress.next_epoch - 1)
+
+
+def how_to_resume(paths: RunPaths, job: Job, options: str = "") -> str:
+    """Say how much of a run that ended early is saved, and the command that resumes it."""
+    if paths.result.exists() and paths.is_published:
+        return f"the training is finished: {paths.shown}"
+    checkpoints = read_index(paths.checkpoints)
+    if not checkpoints:
+        return f"no checkpoint was saved yet in {paths.shown}"
+    run_dir = paths.shown if paths.is_published else str(paths.local)
+    reached = checkpoints[-1].reached
+    return f"saved through {reached}; resume with: {resume_command(run_dir, job, options)}"
+
+
+@contextmanager
+def lock_run_directory(run_dir: Path) -> Iterator[Callable[[], bool]]:
+    """Hold the lock of a run directory against every other process that sees this folder.
+
+    Yields a function that writes this process into the lock, and returns whether it is held: False
+    on a file system without locks. Until it is called, nothing is changed, and a new lock is
+    removed again. Raises JobError when another process holds the lock, and OSError when its file
+    cannot be made.
+    """
+    held, path = True, run_dir / _LOCK
+    is_new = not path.exists()
+    with open(path, "a+", encoding="utf-8", opener=open_plain) as file:
+        try:
+            _lock_exclusively(file)
+        except BlockingIOError as error:
+            holder = Path(file.name).read_text(encoding="utf-8")
+            rule = (
+                "another run is writing to this directory: "
+                f"{holder or 'a process that has just started'}; wait for it, or stop it"
+            )
+            raise JobError([Problem("--resume", rule, repr(str(run_dir)))], "arguments") from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            held = False
+
+        def sign() -> bool:
+            nonlocal is_new
+            is_new = False
+            if held:
+                holder = f"process {os.getpid()} on {socket.gethostname()} since {utc_now()}"
+                os.ftruncate(file.fileno(), 0)
+                content = holder.encode()
+                while content:  # a buffer would be written at the end; full storage takes a part
+                    content = content[os.write(file.fileno(), content) :]
+            return held
+
+        try:
+            yield sign
+        finally:
+            if is_new:
+                path.unlink(missing_ok=True)
+
+
+def _lock_exclusively(file: TextIO) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        time.sleep(_RETRY_S)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def remove_if_abandoned(run_dir: Path) -> None:
+    """Remove the directory of a run that was killed on this machine before it had any result."""
+    names = {path.name for path in run_dir.iterdir() if not path.name.startswith(".")}
+    if names <= _START and not (run_dir / INDEX).exists():
+        with open(run_dir / _LOCK, "r+", errors="replace", opener=open_plain) as file:
+            # Elsewhere a process may hold the lock although none is seen from here.
+            is_here = f" on {socket.gethostname()} " in file.read(1000)
+            if is_here and os.fstat(file.fileno()).st_uid == os.geteuid():
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                remove_tree(run_dir)
+
+
+def is_locked(run_dir: Path) -> bool:
+    """Return whether a process holds the lock of a run directory."""
+    try:
+        with open(run_dir / _LOCK, "rb", opener=open_plain) as file:
+            fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no such file, or no locks
+        return False
+    return False

@@ -1,0 +1,148 @@
+"""The configuration of residents, and the programs that they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import ray
+
+from raytrain_opt.cluster.resources import PoolPlan
+from raytrain_opt.config.learning_rate import CandidateBatch
+from raytrain_opt.config.processes import TimeoutsSection
+from raytrain_opt.threads import compute_threads
+from raytrain_opt.train.learner_config import LearnerConfig
+
+if TYPE_CHECKING:
+    from ray.train import TrainContext
+    from torch import nn
+
+    from raytrain_opt.config.updates import ParallelSection
+    from raytrain_opt.data.factory import SharedData
+    from raytrain_opt.pools.resident import Group, Handler
+    from raytrain_opt.train.data_parallel import Parallel
+
+# Seconds that a collective waits for a peer longer than the driver waits for progress: the driver
+# gives up first, because it knows who is silent.
+_COLLECTIVE_MARGIN_S = 60
+
+
+class WorkerProgram(Protocol):
+    """What a worker process runs, and how Ray Train starts it.
+
+    Pickled with the configuration; Ray Train and torch are imported inside the methods, because
+    the driver creates these objects and imports neither.
+    """
+
+    @property
+    def forms_group(self) -> bool:
+        """Whether workers form one process group, so that one failure restarts all."""
+
+    def trainer(self, config: ResidentConfig) -> Callable[..., Any]:
+        """Import a trainer of Ray Train; return what takes the arguments that all have."""
+
+    def join_group(self, context: TrainContext) -> Group:
+        """Return those that execute each command together with this worker process."""
+
+    def make_handler(self, config: ResidentConfig, context: TrainContext, group: Group) -> Handler:
+        """Build what executes commands, inside the worker process of this context."""
+
+
+class SynchronousWorkers:
+    """Workers that compute each step together (`pools.worker`)."""
+
+    forms_group = True
+
+    def trainer(self, config: ResidentConfig) -> Callable[..., Any]:
+        """Import TorchTrainer, which connects the workers."""
+        from ray.train.torch import TorchTrainer
+
+        from raytrain_opt.pools.process_group import OneAddressTorchConfig, backend_of
+
+        torch_config = OneAddressTorchConfig(
+            backend=backend_of(use_gpu=config.plan.use_gpu),
+            timeout_s=int(config.timeouts.no_progress_s) + _COLLECTIVE_MARGIN_S,
+        )
+        return partial(TorchTrainer, torch_config=torch_config)
+
+    def join_group(self, context: TrainContext) -> Group:
+        """Return the group of all workers; of a single one, the worker alone."""
+        from raytrain_opt.pools.process_group import CommandGroup
+        from raytrain_opt.pools.resident import Alone
+
+        return Alone() if context.get_world_size() == 1 else CommandGroup()
+
+    def make_handler(self, config: ResidentConfig, context: TrainContext, group: Group) -> Handler:
+        """Build model and data, and distribute the model over the process group."""
+        import ray.train.torch
+        import torch
+
+        from raytrain_opt.pools.state_store import GroupObjectStore
+        from raytrain_opt.pools.worker import Worker
+        from raytrain_opt.train.data_parallel import begin_communicator_warmup, distribute
+        from raytrain_opt.train.learner import Learner
+
+        device = ray.train.torch.get_device()
+        connection = begin_communicator_warmup(device)
+
+        def join(model: nn.Module, section: ParallelSection) -> Parallel:
+            connection.result()
+            return distribute(model, section)
+
+        torch.set_num_threads(compute_threads(config.threads, context.get_local_world_size()))
+        learner = Learner(config.learner, config.fetch_shared_data(), device, join)
+        rank, world_size = context.get_world_rank(), context.get_world_size()
+        store = GroupObjectStore(group)
+        return Worker(learner, rank, world_size, connection.result(), store)
+
+
+def make_training_slot(config: ResidentConfig, index: int) -> Handler:
+    """Build what trains candidates (`pools.candidates`), inside the slot process."""
+    import torch
+
+    from raytrain_opt.pools.state_store import ObjectStore
+    from raytrain_opt.pools.worker import Slot
+    from raytrain_opt.train.learner import Learner
+
+    plan = config.plan
+    # Slots and workers take turns: together, slots have the threads of the workers.
+    cores = None if config.threads is None else config.threads * plan.workers_per_node
+    torch.set_num_threads(compute_threads(None, plan.slots_per_node, cores))
+    device = torch.device("cuda" if config.plan.use_gpu else "cpu")
+    learner = Learner(config.learner, config.fetch_shared_data(), device)
+    return Slot(learner, index, ObjectStore(), config.candidate_batch)
+
+
+@dataclass(frozen=True)
+class ResidentConfig:
+    """The configuration of a resident; all workers and slots of a run get the same one."""
+
+    learner: LearnerConfig
+    candidate_batch: CandidateBatch | None
+    plan: PoolPlan
+    min_workers: int
+    threads: int | None  # on CPU; None for an even part of the node's cores
+    max_restarts: int  # of the worker group, and of each slot
+    timeouts: TimeoutsSection
+    run_id: str
+    mailbox: Any  # handle of the Mailbox actor
+    ray_storage_path: str
+    workers: WorkerProgram = field(default_factory=SynchronousWorkers)
+    make_slot: Callable[[ResidentConfig, int], Handler] = make_training_slot
+
+    @property
+    def leave_s(self) -> float:
+        """Seconds that a resident may take to leave when its pool is closed."""
+        return self.timeouts.stop_s / 2
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether workers whose peer died hand over their state: gloo tells them of a death."""
+        return self.learner.parallel.measures_shares and not self.plan.use_gpu
+
+    def fetch_shared_data(self) -> SharedData:
+        """Return the in-memory data set, if the job has one, shared with the node's processes."""
+        [ref] = ray.get(self.mailbox.shared_data.remote())
+        return cast("SharedData", ray.get(ref))

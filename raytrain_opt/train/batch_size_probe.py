@@ -1,0 +1,337 @@
+"""Measure training at one batch size (speed, time per part, memory) and restore everything."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from itertools import count, islice, product
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor, nn
+
+from raytrain_opt.clock import monotonic_s
+from raytrain_opt.config.batch_size import BatchSizeSection
+from raytrain_opt.data.base import Batch, no_op
+from raytrain_opt.errors import ResourcesError
+from raytrain_opt.models.dry_run import preserve_model
+from raytrain_opt.monitoring.samplers import NullSampler, Sampler, UtilizationMonitor, open_sampler
+from raytrain_opt.optim.averaging import use_training_weights
+from raytrain_opt.optim.factory import update_weights
+from raytrain_opt.results import GradientNorms, Probe
+from raytrain_opt.train.gradient_noise import GradientNormMeter
+from raytrain_opt.train.learner import Learner
+from raytrain_opt.train.phase import is_out_of_memory
+from raytrain_opt.train.state import capture, restore
+from raytrain_opt.train.step_timer import STEP_PARTS, step_timer_for
+
+_MIB = 1024**2
+# A few evaluation steps are enough to allocate the memory that evaluation needs.
+_EVALUATION_STEPS = 3
+# Steps before timing starts, and the least number of timed steps.
+_WARMUP_STEPS, _TIMED_STEPS = 3, 5
+# With slow steps, this much warm-up or timed training is enough, but at least two steps: a
+# standard error needs two values.
+_WARMUP_S, _TIMED_S, _MIN_STEPS = 0.5, 1.0, 2
+# A strategy that reads the utilization needs a few samples of it.
+_MIN_UTILIZATION_SAMPLES = 3
+# Prior for the relative spread of step times, and the number of steps it counts as.
+_PRIOR_SPREAD, _PRIOR_STEPS = 0.03, 3
+# Gradient noise: micro-batches and samples that make up one large gradient, and the number of
+# large gradients. The bounds limit both the noise of the estimate and the time of a probe.
+_MIN_MICRO_BATCHES, _MAX_MICRO_BATCHES, _NOISE_SAMPLES = 2, 32, 256
+_MIN_LARGE, _MAX_LARGE = 2, 8
+
+
+@dataclass
+class ProbedTraining:
+    """The training that a probe measures; `loss` returns the mean over a batch.
+
+    `batches(size, on_copy)` yields batches on the device without end, and calls `on_copy`
+    between reading a batch and moving it to the device.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: Callable[[Batch], Tensor]
+    batches: Callable[[int, Callable[[], None]], Iterator[Batch]]
+    device: torch.device
+    autocast: Callable[[], AbstractContextManager[object]]
+    scaler: torch.amp.GradScaler
+    # Runs a few evaluation steps at a training batch size; only the final check calls it.
+    evaluate: Callable[[int], None] = lambda _: None
+    clip_norm: float | None = None
+
+
+def probed_training(learner: Learner) -> ProbedTraining:
+    """Return the training of a learner: its model, optimizer, loss and input pipeline."""
+
+    def batches(size: int, on_copy: Callable[[], None]) -> Iterator[Batch]:
+        learner.data.on_copy = on_copy
+        steps = learner.info.steps_per_epoch(size)
+        for epoch in count(1):
+            yield from learner.data.train_batches(epoch, product(range(steps), range(1)), 1, size)
+
+    def evaluate(size: int) -> None:
+        learner.data.on_copy = no_op
+        batch_size = learner.config.eval_batch_size(size)
+        test_batches = learner.data.eval_batches("test", 0, 1, batch_size)
+        with torch.no_grad():
+            for batch in islice(test_batches, _EVALUATION_STEPS):
+                with learner.autocast():
+                    learner.task.validation_metrics(learner.model, batch.content)
+
+    return ProbedTraining(
+        learner.model,
+        learner.optimizer,
+        lambda batch: learner.task.training_loss(learner.model, batch.content),
+        batches,
+        learner.device,
+        learner.autocast,
+        learner.scaler,
+        evaluate,
+        learner.clip_norm,
+    )
+
+
+def measure(
+    training: ProbedTraining,
+    batch_size: int,
+    section: BatchSizeSection,
+    sampler: Sampler,
+    *,
+    steps_factor: int = 1,
+) -> Probe:
+    """Train at `batch_size` until the speed is known to `section.relative_error`, then undo it.
+
+    Running out of memory is a result, not an error.
+
+    Args:
+        training: what to train.
+        batch_size: per process.
+        section: the job's `batch_size_search`.
+        sampler: measures the device's utilization.
+        steps_factor: multiplies the minimum number of steps; above 1, also evaluates (the final
+            check of a choice).
+    """
+    try:
+        with _preserve(training):
+            use_training_weights(training.optimizer)
+            return _measure(training, batch_size, section, sampler, steps_factor)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+    # After the except block, when the error's frames no longer hold tensors.
+    if training.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return Probe(batch_size, "out_of_memory", why=why)
+
+
+def open_probe_sampler(section: BatchSizeSection, device: torch.device, threads: int) -> Sampler:
+    """Open a sampler for probes on `device`. Raises JobError or ResourcesError."""
+    if device.type != "cuda":
+        return open_sampler(section.utilization, threads=threads)
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    try:
+        return open_sampler(section.utilization, threads=threads, gpu_uuid=uuid)
+    except ResourcesError:
+        # NVML cannot watch this GPU (MIG). Only a strategy that needs utilization must fail.
+        if section.strategy == "gpu_usage_maximize" or section.utilization.sampler != "auto":
+            raise
+        return NullSampler()
+
+
+@contextmanager
+def _preserve(training: ProbedTraining) -> Iterator[None]:
+    """Make everything bit-identical on exit, from copies in CPU memory."""
+    model, optimizer, scaler = training.model, training.optimizer, training.scaler
+    state = capture(model, optimizer, scaler, copy=True)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    try:
+        with preserve_model(model, training.device):
+            yield
+    finally:
+        restore(state, model, optimizer, scaler)
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+
+
+def _measure(
+    training: ProbedTraining,
+    batch_size: int,
+    section: BatchSizeSection,
+    sampler: Sampler,
+    steps_factor: int,
+) -> Probe:
+    memory = _Memory(training.device, section.memory_reserve)
+    loop = _Loop(training, batch_size)
+    training.model.train()
+    loop.run(_WARMUP_STEPS, _WARMUP_S)
+    with UtilizationMonitor(sampler, section.utilization.period_s) as monitor:
+        loop.begin_timing()
+        while not _is_precise(loop.step_times_s(), len(monitor.samples), section, steps_factor):
+            loop.run(_TIMED_STEPS, _TIMED_S, min_steps=_MIN_STEPS)
+    step_s, part_s = loop.step_times_s(), loop.timings_s().mean(axis=0)
+    norms = loop.gradient_norms(batch_size, len(step_s)) if section.measures_noise else None
+    if steps_factor > 1:
+        training.model.eval()
+        training.evaluate(batch_size)
+    mean_s, error_s = mean_and_error(step_s)
+    rate, samples = batch_size / mean_s, batch_size * len(step_s)
+    why = memory.exhausted()
+    return Probe(
+        batch_size,
+        "out_of_memory" if why else "ok",
+        samples_per_s=rate,
+        samples_per_s_error=rate * error_s / mean_s,
+        steps=len(step_s),
+        duration_s=sum(step_s),
+        timings_s=dict(zip(STEP_PARTS, part_s.tolist(), strict=True)),
+        utilization_pct=monitor.top_half_mean_pct,
+        utilization_mean_pct=monitor.mean_pct,
+        utilization_samples=len(monitor.samples),
+        peak_memory_mib=memory.peak_bytes() / _MIB,
+        joule_per_sample=None if monitor.energy_j is None else monitor.energy_j / samples,
+        norms=norms,
+        why=why,
+    )
+
+
+class _Loop:
+    """Training steps with a timer mark between their parts."""
+
+    def __init__(self, training: ProbedTraining, batch_size: int) -> None:
+        self._training = training
+        self._timer = step_timer_for(training.device)
+        self._batches = training.batches(batch_size, self._timer.mark)
+
+    def begin_timing(self) -> None:
+        """Drop the times of earlier steps."""
+        self._timer.reset()
+        self._timer.mark()
+
+    def run(self, steps: int, limit_s: float, min_steps: int = 1) -> None:
+        """Run up to `steps` steps; after `limit_s`, stop once `min_steps` are done."""
+        started_s = monotonic_s()
+        for step in range(steps):
+            if step >= min_steps and monotonic_s() - started_s > limit_s:
+                return
+            self._step()
+
+    def _step(self) -> None:
+        """Run one update: wait for data, copy, forward, backward, update."""
+        training, mark = self._training, self._timer.mark
+        batch = next(self._batches)  # marks the time between waiting and copying
+        mark()
+        training.optimizer.zero_grad(set_to_none=True)
+        with training.autocast():
+            loss = training.loss(batch)
+        mark()
+        training.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        mark()
+        update_weights(training.optimizer, training.scaler, training.clip_norm)
+        mark()
+
+    def gradient_norms(self, batch_size: int, batches: int) -> GradientNorms:
+        """Measure the norms of gradients at the current weights, on about `batches` batches.
+
+        A job's probes train at learning rate 0, so these are the initial weights. The noise
+        scale grows during training, often more than tenfold, so a batch size chosen by it is
+        rather too small than too large. Unlike in a training step, the gradients take memory
+        while the next batch is computed.
+        """
+        micro_batches = math.ceil(_NOISE_SAMPLES / batch_size)
+        micro_batches = min(max(_MIN_MICRO_BATCHES, micro_batches), _MAX_MICRO_BATCHES)
+        large = min(max(_MIN_LARGE, batches // micro_batches), _MAX_LARGE)
+        meter = GradientNormMeter(self._training.model)
+        rows = [self._measure_norms(meter, micro_batches) for _ in range(large)]
+        pairs = tuple((small, big) for small, big in torch.stack(rows).tolist())
+        return GradientNorms(batch_size, micro_batches * batch_size, pairs)
+
+    def _measure_norms(self, meter: GradientNormMeter, micro_batches: int) -> Tensor:
+        """Return the mean squared norm of several gradients, and the one of their mean: [2]."""
+        training = self._training
+        training.optimizer.zero_grad(set_to_none=True)
+        for batch in islice(self._batches, micro_batches):
+            with training.autocast():
+                loss = training.loss(batch) / micro_batches
+            with meter.micro_batch():
+                training.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        return meter.finish(micro_batches, training.scaler.scale)
+
+    def timings_s(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Return the seconds of each part of each timed step, [step, part]."""
+        return np.reshape(self._timer.intervals_s(), (-1, len(STEP_PARTS)))
+
+    def step_times_s(self) -> list[float]:
+        """Return the seconds of each timed step, from the end of the step before."""
+        return [float(step_s) for step_s in self.timings_s().sum(axis=1)]
+
+
+def mean_and_error(values: list[float]) -> tuple[float, float]:
+    """Return the mean and its standard error, which is infinite for a single value.
+
+    The spread of a few values is itself uncertain, so the prior spread of step times counts as
+    a few more values, whose influence falls as the number of values grows.
+    """
+    mean, n = float(np.mean(values)) if values else math.nan, len(values)
+    if n < _MIN_STEPS:
+        return mean, math.inf
+    prior = _PRIOR_STEPS * (_PRIOR_SPREAD * mean) ** 2
+    variance = (prior + (n - 1) * float(np.var(values, ddof=1))) / (_PRIOR_STEPS + n - 1)
+    return mean, math.sqrt(variance / n)
+
+
+def _is_precise(
+    step_s: list[float], utilization_samples: int, section: BatchSizeSection, factor: int
+) -> bool:
+    """Return whether the speed is known precisely enough, or the time limit is reached."""
+    total_s = sum(step_s)
+    if len(step_s) < _MIN_STEPS:
+        return False
+    if total_s >= section.max_probe_s * factor:
+        return True
+    needs_utilization = section.strategy == "gpu_usage_maximize"
+    if needs_utilization and utilization_samples < _MIN_UTILIZATION_SAMPLES:
+        return False
+    mean_s, error_s = mean_and_error(step_s)
+    precise = error_s <= section.relative_error * mean_s
+    enough = len(step_s) >= _TIMED_STEPS * factor or total_s >= _TIMED_S * factor
+    return precise and enough
+
+
+class _Memory:
+    """The memory that a probe takes: of the GPU, or without one, of the node."""
+
+    def __init__(self, device: torch.device, reserve: float) -> None:
+        self._device, self._reserve = device, reserve
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def peak_bytes(self) -> int:
+        """Return the peak of this process on a GPU; on CPU, what the process uses now."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_reserved(self._device)
+        return int(psutil.Process().memory_info().rss)
+
+    def exhausted(self) -> str:
+        """Return why less than the reserve is free; empty if enough is."""
+        if self._device.type == "cuda":
+            now_free, total = torch.cuda.mem_get_info(self._device)
+            # Less by what others use: the context, NCCL, a slot beside a worker.
+            free = now_free + torch.cuda.memory_reserved(self._device) - self.peak_bytes()
+        else:
+            memory = psutil.virtual_memory()
+            total, free = memory.total, memory.available
+        if free >= self._reserve * total:
+            return ""
+        return (
+            f"{free / _MIB:,.0f} of {total / _MIB:,.0f} MiB were free, less than "
+            f"memory_reserve: {self._reserve:g}"
+        )

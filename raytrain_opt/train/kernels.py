@@ -1,0 +1,112 @@
+"""How a device computes: number formats, the kernels of a GPU, compiled models.
+
+Each graph is compiled once per device of a node.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from raytrain_opt.config.schema import Compile, Precision
+
+# Classes of torch, torchvision, timm and transformers. These networks are faster compiled.
+_ATTENTION = re.compile("Attention|Attn")
+
+
+def _compile_once_per_device(mode: str, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    """Compile by torch's own compiler; other processes of the same device wait for its code.
+
+    All workers and slots compile the same graphs at the same time. The first one of a GPU, or of a
+    node's CPU, does; then the others find the code in torch's cache, which they share. Backward
+    passes are compiled together with the forward passes, so that nobody waits here for a gradient
+    of those who wait.
+    """
+    from torch._inductor import list_mode_options  # not before something is compiled
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    # Code for one GPU is not found for another, so each has a lock.
+    device = next((str(i.device) for i in inputs if isinstance(i, torch.Tensor)), "cpu")
+    at_once = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
+    with Path(cache_dir(), f"raytrain_opt-{device}.lock").open("a+") as file, at_once:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fcntl.flock(file, fcntl.LOCK_SH)  # all who waited go on together
+        return compile_fx(graph, inputs, config_patches=list_mode_options(mode))
+
+
+# max-autotune alone captures CUDA graphs. Gradients would lie in the memory of a graph, which the
+# next micro-batch of an update overwrites, and which is not released for another pool.
+BACKENDS: dict[str, Callable[..., Any]] = {
+    "default": partial(_compile_once_per_device, "default"),
+    "max-autotune": partial(_compile_once_per_device, "max-autotune-no-cudagraphs"),
+}
+
+
+def compile_model(setting: Compile, model: nn.Module, device: torch.device) -> Compile:
+    """Compile the model's calls, unless it stays eager; return the mode, or `off`.
+
+    `auto` compiles networks with attention on GPUs. The parameters stay the same objects.
+    """
+    if setting == "auto":
+        setting = "off"
+        if device.type == "cuda":
+            # What nobody asked to compile must not end a run: it stays eager, with a warning.
+            torch._dynamo.config.suppress_errors = True
+            has_attention = any(_ATTENTION.search(type(m).__name__) for m in model.modules())
+            setting = "default" if has_attention else "off"
+    if setting != "off":
+        # Not `Module.compile`, which skips a Sequential of torch's layers with torch 2.11.
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+        model._compiled_call_impl = torch.compile(call, backend=BACKENDS[setting])
+    return setting
+
+
+@contextmanager
+def eager(model: nn.Module) -> Iterator[None]:
+    """Run calls of the model without its compiled code, if any."""
+    compiled, model._compiled_call_impl = model._compiled_call_impl, None
+    try:
+        yield
+    finally:
+        model._compiled_call_impl = compiled
+
+
+_AMP_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast_dtype(precision: Precision, device: torch.device) -> torch.dtype | None:
+    """Return the type of automatic mixed precision on this device; None for none."""
+    if precision == "auto":
+        has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(
+            including_emulation=False
+        )
+        return torch.bfloat16 if has_bf16 else None
+    return _AMP_DTYPE.get(precision)
+
+
+def choose_kernels(precision: Precision, device: torch.device) -> list[str]:
+    """Let a GPU use TF32, unless `fp32_strict`, and measure cuDNN's algorithms for each shape.
+
+    Returns what was chosen, in words; on CPU nothing.
+    """
+    if device.type != "cuda":
+        return []
+    allow_tf32 = precision != "fp32_strict"
+    # Not `fp32_precision`: with it, Inductor of torch 2.11 to 2.14 fails to read the precision.
+    torch.set_float32_matmul_precision("high" if allow_tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = allow_tf32
+    torch.backends.cudnn.benchmark = True
+    return ["TF32" if allow_tf32 else "no TF32", "cuDNN autotuning"]
