@@ -94,7 +94,7 @@ def open_learner(job: Job) -> Learner:
 
 def resolve_here(job: Job) -> Resolved:
     """Resolve a job with the workers that it asks for."""
-    facts, _ = try_job(job)
+    facts, *_ = try_job(job)
     return resolve(job, facts, Placement.from_job(job), job.global_batch_size)
 
 

@@ -139,9 +139,18 @@ def listed(names: Sequence[str]) -> str:
     return f"{len(names)} ({first_of(names)})"
 
 
+# Two ranks on one GPU, a GPU that is full, and a wrong NCCL_SOCKET_IFNAME.
+_NCCL_REFUSALS = ("Duplicate GPU", "out of memory", "invalid usage")
+
+
 def is_lost_connection(error: BaseException) -> bool:
-    """Return whether a collective lost its peer; gloo's errors have no class, NCCL's one."""
-    return "gloo/transport" in str(error) or type(error).__name__ == "DistBackendError"
+    """Return whether a collective lost its peer; gloo's errors have no class, NCCL's one.
+
+    NCCL raises it as well for what a new start of the workers does not mend.
+    """
+    text = str(error)
+    is_nccl = type(error).__name__ == "DistBackendError"
+    return "gloo/transport" in text or (is_nccl and not any(t in text for t in _NCCL_REFUSALS))
 
 
 class UserCodeError(RaytrainOptError):

@@ -66,7 +66,29 @@ class Cores:
         usable = max(1, self.available // 4, int(self.idle + 0.5))
         return self.requested or max(1, usable // processes)
 
-    def tell(self, threads: int, processes: int, note: Callable[[str], None]) -> None:
+    def choose(
+        self,
+        processes: int,
+        note: Callable[[str], None],
+        fastest: Callable[[int], int] | None = None,
+    ) -> int:
+        """Return the threads of each process, and say why they are fewer than its cores.
+
+        fastest: times the training and returns the number of threads to use, at most that given.
+        """
+        most = self.threads(processes)
+        self._tell(most, processes, note)
+        if fastest is None or self.requested is not None or most == 1:
+            return most
+        threads = fastest(most)
+        if threads < most:
+            note(
+                f"computing with {threads} of {most} threads per process: more are not faster for "
+                "this network and batch (workers.threads sets another number)"
+            )
+        return threads
+
+    def _tell(self, threads: int, processes: int, note: Callable[[str], None]) -> None:
         """Say where other programs, or torch, make computing slower than it could be."""
         if self.requested is None and threads < self.available // processes:
             note(

@@ -134,6 +134,12 @@ def _plan_workers(
             f"room for {len(placed)} on {_describe(nodes)}. Ask for fewer workers, for less in "
             "workers.resources, or add nodes."
         )
+    if use_gpu and not request.asynchronous and len(set(placed)) < len(placed):
+        raise ResourcesError(
+            f"workers.resources: {_text(worker)} lets several workers use one GPU, and NCCL needs "
+            "a GPU for each. Ask for more than 0.5 GPU, for fewer workers, or use "
+            "parallel.mode: async."
+        )
     plan = PoolPlan(
         use_gpu,
         count,

@@ -35,8 +35,9 @@ class WorkersSection(Section):
     at most 0.6."""
     threads: Annotated[int, Field(gt=0, le=1024)] | None = None
     """Compute threads of a worker on CPU; slots share as many. Default: the cores of the node that
-    other programs leave idle at the start / count, on a Ray that runs already its cores / count;
-    on one machine, OMP_NUM_THREADS if it is set. A resume keeps the number."""
+    other programs leave idle at the start / count, or fewer, if training steps that are timed at
+    the start are as fast with fewer; on a Ray that runs already, its cores / count; on one
+    machine, OMP_NUM_THREADS if it is set. A resume keeps the number."""
 
     @property
     def size(self) -> int:

@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from raytrain_opt.data.loader import DataLoaderData
     from raytrain_opt.train.task import Task
 
+# Returns the number of threads to train with, by batch size of a worker and largest number.
+ChooseThreads = Callable[[int, int], int]
+
 
 def check_job(job: Job) -> list[Problem]:
     """Return every problem of names, arguments, functions and files; no data are read."""
@@ -107,11 +110,13 @@ def check_data(data: DataSection) -> list[Problem]:
     return problems_of(lambda: resolve_function(data.name, "data.name"))
 
 
-def try_job(job: Job, source: str = "job", *, resumed: bool = False) -> tuple[Facts, SharedData]:
+def try_job(
+    job: Job, source: str = "job", *, resumed: bool = False
+) -> tuple[Facts, SharedData, ChooseThreads]:
     """Read the data of a job that passed `check_job`; try model and loss on them.
 
-    Also returns what all processes share of the data. A `resumed` run needs no pretrained weights
-    any more.
+    Also returns what all processes share of the data, and `train.thread_choice.choose_threads`
+    for the network, which it keeps. A `resumed` run needs no pretrained weights any more.
 
     Raises DataError when the data cannot be used, JobError with all fields that do not match the
     data.
@@ -122,13 +127,14 @@ def try_job(job: Job, source: str = "job", *, resumed: bool = False) -> tuple[Fa
         problems = problems_of(
             lambda: build_policy(job, count_updates(LearnerConfig.from_job(job), info))
         )
-    tried: list[Facts] = []
+    tried: list[tuple[Facts, ChooseThreads]] = []
     problems += problems_of(
         lambda: tried.append(_try_network(job, info, samples, resumed=resumed))
     )
     if problems:
         raise JobError(problems, source)
-    return tried[0], shared
+    facts, choose_threads = tried[0]
+    return facts, shared, choose_threads
 
 
 def try_local_job(job: Job, source: str) -> Facts | None:
@@ -180,7 +186,7 @@ def _check_worker_count(job: Job, info: DataInfo) -> list[Problem]:
 
 def _try_network(
     job: Job, info: DataInfo, samples: tuple[Batch, Batch], *, resumed: bool
-) -> Facts:
+) -> tuple[Facts, ChooseThreads]:
     """Build the model on the CPU, as every worker does, try it, and weigh Muon's cost."""
     from torch.nn import GroupNorm
     from torch.nn.modules.batchnorm import _NormBase  # of BatchNorm and InstanceNorm
@@ -192,6 +198,7 @@ def _try_network(
     from raytrain_opt.optim.parameter_groups import EMBEDDING
     from raytrain_opt.train.pretrained import fit_pretrained, read_pretrained
     from raytrain_opt.train.task import build_task, count_flops
+    from raytrain_opt.train.thread_choice import choose_threads
 
     shape, classes = info.sample_shape, info.num_classes
     if not is_function_name(job.model.name):
@@ -219,7 +226,7 @@ def _try_network(
         from raytrain_opt.async_training.weight_shard import split_parameters
 
         split_parameters(model, 1)
-    return Facts(
+    facts = Facts(
         info,
         None if any(p.is_complex() for p in model.parameters()) else muon_flops,
         sample_flops,
@@ -228,6 +235,7 @@ def _try_network(
         embeddings=any(isinstance(layer, EMBEDDING) for layer in model.modules()),
         problems_of_several=problems_of_several,
     )
+    return facts, partial(choose_threads, task, model, samples[0], job.precision)
 
 
 def _estimated(flops: float, model: nn.Module, sample_shape: tuple[int, ...]) -> float:

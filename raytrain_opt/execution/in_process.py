@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem
-from raytrain_opt.execution.check import check_job, try_job
+from raytrain_opt.execution.check import ChooseThreads, check_job, try_job
 from raytrain_opt.execution.resolve import Facts, Placement, Resolved
 from raytrain_opt.execution.workspace import Frontend, Workspace
 from raytrain_opt.pools.protocol import Pools
@@ -37,22 +38,27 @@ class InProcessBackend:
     def __init__(self, job: Job, frontend: Frontend, *, resumed: bool = False) -> None:
         self._job, self._frontend, self._resumed = job, frontend, resumed
         self._shared: SharedData = None
+        self._choose_threads: ChooseThreads | None = None  # until the placement
 
     def read(self) -> Facts:
         if problems := check_job(self._job) + _problems_of_one_process(self._job):
             raise JobError(problems)
-        facts, self._shared = try_job(self._job, resumed=self._resumed)
+        facts, self._shared, self._choose_threads = try_job(self._job, resumed=self._resumed)
         self._frontend.startup.mark("data_read_s")
         self._frontend.stop.progress(self._job.timeouts.start_s)
         return facts
 
     def place(self, facts: Facts, *, search: bool = True) -> Placement:
+        from torch.cuda import is_available  # not at the top: it loads torch
+
         note, threads = self._frontend.terminal.note, self._job.workers.threads
         note("training in one process, without Ray: for debugging, not for speed")
         if threads is None:
-            cores = Cores.measure()
-            threads = cores.threads()
-            cores.tell(threads, 1, note)
+            on_gpu = self._job.workers.use_gpu is not False and is_available()
+            choose, batch_size = self._choose_threads, self._job.batch_size_per_worker
+            fastest = None if on_gpu or choose is None else partial(choose, batch_size)
+            threads = Cores.measure().choose(1, note, fastest)
+        self._choose_threads = None
         candidates = max_candidates(self._job) if search else 0
         return Placement(self._job.workers.size, threads, candidates)
 

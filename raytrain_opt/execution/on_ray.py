@@ -21,7 +21,7 @@ from raytrain_opt.config.data import RayData
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import DataError, JobError, PoolError, ResidentError, StorageError
 from raytrain_opt.execution.batch_size import search_batch_size
-from raytrain_opt.execution.check import check_job, try_job
+from raytrain_opt.execution.check import ChooseThreads, check_job, try_job
 from raytrain_opt.execution.resolve import Facts, Placement, Resolved
 from raytrain_opt.execution.workspace import Frontend, Workspace
 from raytrain_opt.pools.launcher import environment
@@ -85,6 +85,7 @@ class RayBackend:
         self._shared: SharedData = None  # until it is in Ray's object store
         self._shared_refs: list[Any] | None = None
         self._cores: Cores | None = None
+        self._choose_threads: ChooseThreads | None = None  # until the placement
 
     def start_reading(self) -> Future[Facts]:
         """Begin to check the job and to read its data in a thread."""
@@ -100,7 +101,7 @@ class RayBackend:
         """Check the job, read its data, and import what the run needs next."""
         if problems := check_job(self._job):
             raise JobError(problems)
-        facts, self._shared = try_job(self._job, resumed=self._resumed)
+        facts, self._shared, self._choose_threads = try_job(self._job, resumed=self._resumed)
         import_module("raytrain_opt.execution.start")
         return facts
 
@@ -130,8 +131,14 @@ class RayBackend:
             raise JobError(facts.problems_of_several)
         threads = job.workers.threads
         if self._cores is not None and self.owns_ray and not plan.use_gpu:
-            threads = self._cores.threads(plan.workers_per_node)
-            self._cores.tell(threads, plan.workers_per_node, note)
+            choose, batch_size = self._choose_threads, job.global_batch_size // plan.workers
+            # A batch that is to be searched is measured with these threads.
+            if choose is None or job.batch_size_search is not None:
+                fastest = None
+            else:
+                fastest = partial(choose, max(1, batch_size))
+            threads = self._cores.choose(plan.workers_per_node, note, fastest)
+        self._choose_threads = None
         return Placement(plan.workers, threads, candidates)
 
     def find_batch_size(self, facts: Facts, placement: Placement, workspace: Workspace) -> int:

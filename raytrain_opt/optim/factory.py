@@ -224,18 +224,34 @@ def _default_implementation(
     if {"foreach", "fused"} & args.keys():
         return {}
     parameters = inspect.signature(optimizer_class).parameters
-    if "fused" in parameters and all(map(_can_be_fused, model.parameters())):
+    if "fused" in parameters and all(
+        _can_be_fused(optimizer_class, parameter) for parameter in model.parameters()
+    ):
         return {"fused": True}
-    return {"foreach": True} if "foreach" in parameters else {}
+    implied = {"foreach": True} if "foreach" in parameters else {}
+    on_gpu = any(parameter.device.type == "cuda" for parameter in model.parameters())
+    if on_gpu and optimizer_class is torch.optim.ASGD:
+        implied["capturable"] = True  # without it, it waits for the device twice per parameter
+    return implied
 
 
-def _can_be_fused(parameter: Tensor) -> bool:
+def _can_be_fused(optimizer_class: type[Optimizer], parameter: Tensor) -> bool:
     """Return whether torch's fused kernels, which ignore strides, can update a parameter.
 
     Autograd gives the gradient the parameter's strides only if its elements fill their memory.
+    Adagrad's kernels exist on CPU only with some versions of torch, 2.11 among them.
     """
     is_dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
-    return is_dense and parameter.is_floating_point() and has_fused_kernels(parameter)
+    if not (is_dense and parameter.is_floating_point() and has_fused_kernels(parameter)):
+        return False
+    return optimizer_class is not torch.optim.Adagrad or has_fused_adagrad(parameter.device.type)
+
+
+def has_fused_adagrad(device_type: str) -> bool:
+    """Return whether this version of torch has fused kernels of Adagrad for a device."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(
+        "aten::_fused_adagrad_", device_type.upper()
+    )
 
 
 def _check_arguments(optimizer_class: type[Optimizer], args: dict[str, Any]) -> list[Problem]:

@@ -35,6 +35,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import count
 from types import MethodType
 from typing import Any
 
@@ -267,14 +268,31 @@ def _cumulative_averages(model: nn.Module) -> Iterator[None]:
     model.train()
     layers = [layer for layer in _layers(model).values() if layer.training]
     momenta = [layer.momentum for layer in layers]
+    hooks = []
     for layer in layers:
         layer.reset_running_stats()
         layer.momentum = None
+        # With the momentum None, torch reads the number of batches from the device, and waits.
+        passes = count(1)
+        hooks += [
+            layer.register_forward_pre_hook(partial(_set_cumulative_momentum, passes)),
+            layer.register_forward_hook(_unset_momentum),
+        ]
     try:
         yield
     finally:
+        for hook in hooks:
+            hook.remove()
         for layer, momentum in zip(layers, momenta, strict=True):
             layer.momentum = momentum
+
+
+def _set_cumulative_momentum(passes: Iterator[int], layer: _BatchNorm, *_: object) -> None:
+    layer.momentum = 1 / next(passes)
+
+
+def _unset_momentum(layer: _BatchNorm, *_: object) -> None:
+    layer.momentum = None
 
 
 def _layers(model: nn.Module) -> dict[str, _BatchNorm]:

@@ -323,8 +323,9 @@ class _Memory:
     def exhausted(self) -> str:
         """Return why less than the reserve is free; empty if enough is."""
         if self._device.type == "cuda":
-            _, total = torch.cuda.mem_get_info(self._device)
-            free = total - self.peak_bytes()
+            now_free, total = torch.cuda.mem_get_info(self._device)
+            # Less by what others use: the context, NCCL, a slot beside a worker.
+            free = now_free + torch.cuda.memory_reserved(self._device) - self.peak_bytes()
         else:
             memory = psutil.virtual_memory()
             total, free = memory.total, memory.available

@@ -128,9 +128,10 @@ class PredictionRecorder(nn.Module):
         labels, classes, confidences = (
             torch.cat(column).cpu() for column in zip(*self._batches, strict=True)
         )
+        scores, positions, samples = (values.cpu() for values in self._worst)
         mistakes = {
-            int(position): _thumbnail(sample.cpu(), preprocessing)
-            for score, position, sample in zip(*self._worst, strict=True)
+            int(position): _thumbnail(sample, preprocessing)
+            for score, position, sample in zip(scores, positions, samples, strict=True)
             if score >= 0
         }
         return Predictions(

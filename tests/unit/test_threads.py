@@ -99,7 +99,7 @@ def test_cores_that_others_use_are_not_idle(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_user_is_told_of_threads_that_are_fewer_or_spin(monkeypatch: pytest.MonkeyPatch) -> None:
     def told(cores: Cores, processes: int = 1) -> str:
         lines: list[str] = []
-        cores.tell(cores.threads(processes), processes, lines.append)
+        cores.choose(processes, lines.append)
         return "\n".join(lines)
 
     monkeypatch.setattr(threads, "THREADS_SPIN", False)
@@ -134,3 +134,29 @@ def test_waiting_threads_sleep_from_the_import_on(
     command = [sys.executable, "-c", f"{program}\n{show}"]
     done = subprocess.run(command, env=inherited | variables, capture_output=True, text=True)
     assert done.stdout.strip() == policy, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("cores", "processes", "asked", "expected"),
+    [
+        (Cores(8, 8.0), 1, [8], 2),
+        (Cores(8, 8.0), 2, [4], 2),
+        (Cores(8, 2.9), 1, [3], 2),
+        # Nothing to choose.
+        (Cores(8, 8.0), 8, [], 1),
+        (Cores(8, 8.0, requested=4), 1, [], 4),
+    ],
+)
+def test_a_training_is_timed_with_the_threads_that_are_free(
+    cores: Cores, processes: int, asked: list[int], expected: int
+) -> None:
+    calls: list[int] = []
+    lines: list[str] = []
+
+    def fastest(most: int) -> int:
+        calls.append(most)
+        return 2
+
+    assert cores.choose(processes, lines.append, fastest) == expected
+    assert calls == asked
+    assert any("more are not faster" in line for line in lines) == bool(asked)

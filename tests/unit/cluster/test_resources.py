@@ -23,6 +23,7 @@ def plan(
     slots: dict[str, Any] | None = None,
     sync: bool = False,
     search_on: str = "slots",
+    mode: str = "sync",
 ) -> PoolPlan:
     section = {"count": workers} if isinstance(workers, int) else workers
     job = Job.model_validate(
@@ -34,6 +35,7 @@ def plan(
             "workers": section,
             "slots": slots or {},
             "batch_norm": {"sync": sync},
+            "parallel": {"mode": mode},
             "learning_rate": {"policy": "stpt_horizon", "search_on": search_on},
         }
     )
@@ -282,3 +284,16 @@ def test_by_default_there_is_a_worker_for_each_gpu(
     for search_on in ("workers", "slots", "auto"):
         if search_on != "slots" or "resources" not in workers:
             assert plan(*nodes, workers=workers, search_on=search_on).workers == count
+
+
+def test_only_asynchronous_workers_may_share_a_gpu() -> None:
+    workers = {"count": 2, "resources": {"GPU": 0.5}}
+    with pytest.raises(ResourcesError, match="NCCL needs a GPU for each"):
+        plan(TWO_GPUS, workers=workers, candidates=0)
+    workers["resources"] = {"GPU": 0.6}
+    assert plan(TWO_GPUS, workers=workers, candidates=0).devices == 2
+    workers["resources"] = {"GPU": 0.3}
+    assert (
+        plan(ONE_GPU, workers=workers, slots={"resources": {"GPU": 0.4}}, mode="async").devices
+        == 1
+    )

@@ -168,17 +168,17 @@ def test_without_a_complete_checkpoint_nothing_starts(
         workspace_of(small_job(run_dir.parent), str(run_dir)).__enter__()
 
 
-def test_a_job_is_resolved_once_and_the_driver_keeps_no_copy_of_its_data(
+def test_a_job_is_resolved_once_and_the_driver_keeps_neither_data_nor_network(
     tmp_path: Path, plans: list[PoolPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray's object store has them for the rest of the run."""
+    """Ray's object store and the workers have them for the rest of the run."""
 
     class Started(Exception):  # noqa: N818
         pass
 
     def start(resolved: Resolved, *_: object) -> None:
         gc.collect()
-        assert [data() for data in read] == [None]
+        assert [value() for value in read] == [None, None]
         [run_dir] = tmp_path.iterdir()
         assert load_job(run_dir / "job.yaml") == resolved.job
         assert resolved.job.workers.count == plans[0].workers
@@ -189,9 +189,9 @@ def test_a_job_is_resolved_once_and_the_driver_keeps_no_copy_of_its_data(
     try_job = on_ray.try_job
 
     def try_and_watch(job: Job, **options: bool) -> Any:
-        facts, shared = try_job(job, **options)
-        read.append(weakref.ref(shared))
-        return facts, shared
+        facts, shared, choose_threads = try_job(job, **options)
+        read.extend([weakref.ref(shared), weakref.ref(choose_threads)])
+        return facts, shared, choose_threads
 
     monkeypatch.setattr("raytrain_opt.execution.on_ray.try_job", try_and_watch)
     monkeypatch.setattr("ray.put", lambda _: None)

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.errors import JobError
-from raytrain_opt.optim import Muon, RMSpropWarmup
+from raytrain_opt.optim import Muon, RMSpropWarmup, factory
 from raytrain_opt.optim.factory import (
     build_optimizer,
     check_optimizer,
@@ -393,3 +394,24 @@ def test_a_wrong_argument_names_its_path(args: dict[str, Any], path: str, messag
 def test_parameters_that_the_class_rejects_are_an_error() -> None:
     with pytest.raises(JobError, match=r"optimizer: SGD rejects this model's parameters"):
         build(section("SGD"))
+
+
+def test_kernels_on_a_gpu_are_those_that_exist_and_do_not_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch 2.11 has no fused Adagrad there; ASGD reads its steps, unless it is capturable."""
+    with FakeTensorMode():
+        model = nn.Linear(2, 2, device="cuda")
+        for has_kernels, expected in ((True, {"fused": True}), (False, {"foreach": True})):
+            monkeypatch.setattr(factory, "has_fused_adagrad", lambda _, has=has_kernels: has)
+            assert factory._default_implementation(torch.optim.Adagrad, {}, model) == expected
+        implied = factory._default_implementation(torch.optim.ASGD, {}, model)
+    assert implied == {"foreach": True, "capturable": True}
+    assert factory._default_implementation(torch.optim.ASGD, {}, nn.Linear(2, 2)) == {
+        "foreach": True
+    }
+
+
+def test_fused_adagrad_is_looked_up_by_device() -> None:
+    assert factory.has_fused_adagrad("cpu")
+    assert not factory.has_fused_adagrad("mps")

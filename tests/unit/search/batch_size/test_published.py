@@ -129,6 +129,19 @@ class TestEpochTimeMinimize:
 
 
 class TestGpuUsageMaximize:
+    @pytest.mark.parametrize(
+        ("at_32_pct", "published_size", "loops", "size"),
+        [(73.0, 54, 10, 55), (55.71, 70, 15, 69), (91.0, 46, 10, 46), (63.1, 116, 20, 115)],
+    )
+    def test_loops_are_those_of_table_3(
+        self, at_32_pct: float, published_size: int, loops: int, size: int
+    ) -> None:
+        """The utilization rises linearly from the published one to the target; simulated."""
+        slope = (TARGET - at_32_pct) / (published_size - 32)
+        machine = Machine(FLAT, WIDE, utilization_pct=lambda s: at_32_pct + slope * (s - 32))
+        choice = machine.search(gpu_usage())
+        assert (len(machine.sizes) - 1, choice.batch_size) == (loops, size)
+
     @pytest.mark.parametrize("start", [1, 8, 32, 100, 200, 300])
     @pytest.mark.parametrize("size", [1, 2, 7, 31, 32, 33, 54, 70, 96, 116, 199, 257, 333])
     def test_stops_within_5_of_the_crossing_point(self, start: int, size: int) -> None:
