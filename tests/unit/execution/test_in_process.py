@@ -151,6 +151,8 @@ def test_a_resumed_run_computes_with_the_threads_that_it_began_with(
     monkeypatch.setattr("torch.set_num_threads", computed.append)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4))
+    timed = "raytrain_opt.train.thread_choice.fewest_fast_threads"
+    monkeypatch.setattr(timed, lambda _, most: most)
 
     def idle(cores: float) -> None:
         monkeypatch.setattr("raytrain_opt.threads._idle_cores", lambda: cores)
