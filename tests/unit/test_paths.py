@@ -25,14 +25,6 @@ def test_every_run_has_its_own_directory(tmp_path: Path) -> None:
         assert run.shown == str(run.local)
 
 
-def test_all_files_lie_in_the_run_directory(tmp_path: Path) -> None:
-    run = RunPaths.create(str(tmp_path), "r")
-    files = [run.job, run.rounds, run.epochs, run.schedule, run.result, run.tensorboard]
-    assert {file.parent for file in [*files, run.checkpoints]} == {run.local}
-    assert len({*files, run.checkpoints}) == 7
-    assert Path(run.ray_storage).parent == run.local
-
-
 def test_relative_and_home_paths_become_absolute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,11 +79,6 @@ def test_a_directory_that_is_not_there_is_nothing_to_resume(tmp_path: Path) -> N
     with pytest.raises(JobError, match="nowhere") as error:
         RunPaths.existing(str(tmp_path / "nowhere"))
     assert error.value.exit_code == 2
-
-
-def test_run_ids_of_the_same_second_do_not_collide(tmp_path: Path) -> None:
-    random_part = RunPaths.create(str(tmp_path), "r").run_id.rsplit("-", 1)[1]
-    assert len(random_part) == 16
 
 
 def test_a_file_uri_names_a_folder(tmp_path: Path) -> None:

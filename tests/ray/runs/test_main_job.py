@@ -35,18 +35,6 @@ def test_the_quickstart_learns(finished: RunResult) -> None:
     assert finished.test_metric >= 0.95
 
 
-def test_the_winner_is_the_best_score_and_sets_the_next_base(finished: RunResult) -> None:
-    rounds = read_lines(finished.run_dir, "rounds")
-    assert [line["epoch"] for line in rounds] == list(range(1, EPOCHS + 1))
-    for line in rounds:
-        scores = [candidate["score"] for candidate in line["candidates"]]
-        winner = line["candidates"][line["winner"]]
-        assert winner["score"] == max(scores)
-        assert line["next_base_lr"] == winner["lr"] == line["base_lr"] * winner["multiplier"]
-    for line, following in zip(rounds, rounds[1:], strict=False):
-        assert following["base_lr"] == line["next_base_lr"]
-
-
 def test_every_worker_loaded_the_winners_state(finished: RunResult) -> None:
     for line in read_lines(finished.run_dir, "rounds"):
         assert len(line["winner_sha256"]) == 64

@@ -62,19 +62,20 @@ def test_on_one_core_the_fractions_shrink_so_that_both_pools_fit() -> None:
     assert pool_plan.slots >= 1
 
 
-def test_with_room_for_all_there_is_one_slot_a_candidate_and_no_note() -> None:
-    pool_plan = plan({"CPU": 16.0})
-    assert (pool_plan.slots, pool_plan.notes) == (4, ())
-
-
-@pytest.mark.parametrize(("count", "expected"), [(1, 1), (3, 3), (9, 4)])
-def test_slot_count_is_an_upper_limit(count: int, expected: int) -> None:
-    assert plan({"CPU": 16.0}, slots={"count": count}).slots == expected
-
-
-def test_waves_are_counted_up() -> None:
-    pool_plan = plan({"CPU": 16.0}, candidates=8, slots={"count": 3})
-    assert pool_plan.notes == ("8 candidates run in 3 waves over 3 slots",)
+@pytest.mark.parametrize(
+    ("count", "slots", "notes"),
+    [
+        (None, 4, ()),
+        (1, 1, ("4 candidates run in 4 waves over 1 slots",)),
+        (3, 3, ("4 candidates run in 2 waves over 3 slots",)),  # waves are counted up
+        (9, 4, ()),
+    ],
+)
+def test_with_room_for_all_there_is_a_slot_for_each_candidate_up_to_the_given_count(
+    count: int | None, slots: int, notes: tuple[str, ...]
+) -> None:
+    pool_plan = plan({"CPU": 16.0}, slots={"count": count})
+    assert (pool_plan.slots, pool_plan.notes) == (slots, notes)
 
 
 def test_a_policy_without_candidates_needs_no_slots() -> None:

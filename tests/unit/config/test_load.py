@@ -83,26 +83,26 @@ def test_weights_are_averaged_by_default_where_the_policy_lets_the_rate_fall(
 
 
 @pytest.mark.parametrize(
-    ("policy", "given", "expected"),
+    ("section", "given", "expected"),
     [
-        ("stpt_horizon", None, HoldOut(0.1, only_in_search=True)),
-        ("stpt_horizon", 0.3, HoldOut(0.3, only_in_search=True)),
-        ("stpt", None, HoldOut(0.1)),
-        ("schedule", None, HoldOut(0.0)),
-        ("schedule", 0.1, HoldOut(0.1)),
+        ({"policy": "stpt_horizon"}, None, HoldOut(0.1, only_in_search=True)),
+        ({"policy": "stpt_horizon"}, 0.3, HoldOut(0.3, only_in_search=True)),
+        ({"policy": "stpt"}, None, HoldOut(0.1)),
+        ({"policy": "schedule"}, None, HoldOut(0.0)),
+        ({"policy": "schedule"}, 0.1, HoldOut(0.1)),
+        (
+            {"policy": "schedule", "shape": "plateau", "plateau_on": "val_metric"},
+            None,
+            HoldOut(0.1),
+        ),
     ],
 )
-def test_a_validation_split_is_held_out_where_candidates_are_scored(
-    policy: str, given: float | None, expected: HoldOut
+def test_a_validation_split_is_held_out_where_candidates_are_scored_or_a_plateau_follows_it(
+    section: dict[str, Any], given: float | None, expected: HoldOut
 ) -> None:
     data = {"name": "digits", "validation_fraction": given}
-    job = parse_job({**BASE, "data": data, "learning_rate": {"policy": policy}})
+    job = parse_job({**BASE, "data": data, "learning_rate": section})
     assert job.hold_out == expected
-
-
-def test_a_validation_split_is_held_out_where_a_plateau_follows_it() -> None:
-    section = {"policy": "schedule", "shape": "plateau", "plateau_on": "val_metric"}
-    assert parse_job({**BASE, "learning_rate": section}).hold_out == HoldOut(0.1)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,6 @@ def test_a_folder_or_a_fifo_is_no_job_file(tmp_path: Path) -> None:
     ("override", "read"),
     [
         ("epochs=3", lambda job: job.epochs == 3),
-        ("name=x=y", None),
         ("model.name=vgg16_bn", lambda job: job.model.name == "vgg16_bn"),
         ("model.args.width=8", lambda job: job.model.args == {"width": 8}),
         ("model.args={width: 8}", lambda job: job.model.args == {"width": 8}),
@@ -238,11 +237,7 @@ def test_a_folder_or_a_fifo_is_no_job_file(tmp_path: Path) -> None:
 )
 def test_overrides(override: str, read: Any) -> None:
     raw = {**BASE, "learning_rate": {"policy": "stpt", "candidates": [2, 1]}}
-    if read is None:
-        with pytest.raises(JobError, match=r"name: must be text of the form .* \(given: 'x=y'\)"):
-            parse_job(raw, overrides=[override])
-    else:
-        assert read(parse_job(raw, overrides=[override]))
+    assert read(parse_job(raw, overrides=[override]))
 
 
 @pytest.mark.parametrize("section", ["model", "data", "optimizer", "task", "loss"])
@@ -264,11 +259,10 @@ def test_later_overrides_win_and_the_mapping_stays_unchanged() -> None:
     [
         ("epochs", "--set", "the form section.key=value"),
         ("=3", "--set", "the form section.key=value"),
-        ("workers..count=3", "--set", "the form section.key=value"),
+        ("name=x=y", "name", "(given: 'x=y')"),
         ("epochs=[", "--set epochs", "expected the node content"),
         ("epochs=!!int 3", "--set epochs", "tags"),
         ("epochs.count=3", "--set epochs.count", "epochs is a single value"),
-        ("epochs.count.x=3", "--set epochs.count.x", "epochs is a single value"),
         ("learning_rate.candidates.2=3", "--set learning_rate.candidates.2", "from 0 to 1"),
         ("learning_rate.candidates.x=3", "--set learning_rate.candidates.x", "is a list"),
         ("epochs=010", "--set epochs", "without a leading zero"),
@@ -283,8 +277,6 @@ def test_later_overrides_win_and_the_mapping_stays_unchanged() -> None:
         ("model.args={bias: no}", "model.args.bias", "write true or false"),
         ("data.augment.mixup=.nan", "data.augment.mixup", "finite"),
         ("epoch=3", "epoch", "did you mean 'epochs'?"),
-        ("workers.cout=3", "workers.cout", "did you mean 'count'?"),
-        ("slot.count=3", "slot", "did you mean 'slots'?"),
     ],
 )
 def test_wrong_overrides(override: str, path: str, words: str) -> None:

@@ -123,36 +123,29 @@ def test_the_fake_has_only_what_the_library_has() -> None:
 
 @pytest.mark.parametrize("uuid", [C, C.removeprefix("GPU-")])
 def test_a_gpu_is_found_by_its_uuid(machine: Machine, uuid: str) -> None:
-    machine(FakeGpu(A), FakeGpu(B), FakeGpu(C, busy=12))
+    machine(FakeGpu(A, busy=5, energy_mj=1), FakeGpu(B), FakeGpu(C, busy=12, energy_mj=12_500))
     sampler = NvmlSampler(uuid)
-    assert (sampler.uuid, sampler.sample()) == (C, 12.0)
-
-
-def test_the_sample_and_the_energy_are_of_that_gpu(machine: Machine) -> None:
-    machine(FakeGpu(A, busy=5, energy_mj=1), FakeGpu(B, busy=83, energy_mj=12_500))
-    sampler = NvmlSampler(B)
-    assert sampler.sample() == 83.0
-    assert sampler.energy_j() == 12.5
-
-
-def test_what_nvml_does_not_know_is_refused(machine: Machine) -> None:
-    """A MIG instance has a UUID of its own, which torch writes like that of a GPU."""
-    nvml = machine(FakeGpu(A))
-    with pytest.raises(ResourcesError, match=f"open {B}.*MIG instance.*{CPU_INSTEAD}"):
-        NvmlSampler(B)
-    assert nvml.started == 0
-
-
-def test_a_gpu_that_does_not_report_is_refused_at_once(machine: Machine) -> None:
-    nvml = machine(FakeGpu(A, reports=False))
-    with pytest.raises(ResourcesError, match=f"utilization of {A}.*MIG instance.*{CPU_INSTEAD}"):
-        NvmlSampler(A)
-    assert nvml.started == 0
+    assert (sampler.uuid, sampler.sample(), sampler.energy_j()) == (C, 12.0, 12.5)
 
 
 def test_energy_is_none_where_the_gpu_does_not_count_it(machine: Machine) -> None:
     machine(FakeGpu(A, energy_mj=None))
     assert NvmlSampler(A).energy_j() is None
+
+
+@pytest.mark.parametrize(
+    ("gpu", "words"),
+    [(FakeGpu(B), f"open {A}"), (FakeGpu(A, reports=False), f"utilization of {A}")],
+    ids=["unknown", "does not report"],
+)
+def test_a_gpu_that_nvml_cannot_watch_is_refused_at_once(
+    machine: Machine, gpu: FakeGpu, words: str
+) -> None:
+    """A MIG instance has a UUID of its own, which torch writes like that of a GPU."""
+    nvml = machine(gpu)
+    with pytest.raises(ResourcesError, match=f"{words}.*MIG instance.*{CPU_INSTEAD}"):
+        NvmlSampler(A)
+    assert nvml.started == 0
 
 
 def test_without_a_driver_the_message_is_clear(machine: Machine) -> None:

@@ -133,13 +133,15 @@ def test_a_resident_that_cannot_answer_ends_the_wait_at_once(value: object) -> N
     assert play(scene) == {2: value}
 
 
-def test_a_late_reply_to_an_earlier_command_is_dropped() -> None:
+def test_a_late_message_about_an_earlier_command_is_dropped() -> None:
     async def scene(box: Mailbox) -> dict[int, Any]:
         await join(box, resident(0))
         first = await post(box, "slot", 1)
         second = await post(box, "slot", 2)
         assert second > first
         collected = await waiting(box.collect("slot", second, range(1)))
+        await report(box, resident(0), first, Progress(9, 9))
+        assert (await box.status("slot")).progress is None
         await reply(box, resident(0), first, "late")
         assert [overdue.index for overdue in await box.overdue("slot", range(1))] == [0]
         await reply(box, resident(0), second, "now")
@@ -454,17 +456,6 @@ def test_late_messages_of_a_process_that_was_replaced_are_dropped() -> None:
         return await collected
 
     assert play(scene) == {0: "a", 1: "b"}
-
-
-def test_late_progress_of_an_earlier_command_is_dropped() -> None:
-    async def scene(box: Mailbox) -> Progress | None:
-        await box.join([resident(0)])
-        await post(box, "slot", 1)
-        await post(box, "slot", 2)
-        await report(box, resident(0), 1, Progress(9, 9))
-        return (await box.status("slot")).progress
-
-    assert play(scene) is None
 
 
 def test_of_a_large_pool_some_residents_and_the_slowest_are_recorded() -> None:

@@ -355,12 +355,6 @@ def test_the_job_file_and_the_records_are_generated() -> None:
     assert {page.stem for page in generated_pages()} == {"job-file", "run-directory"}
 
 
-def test_the_reference_names_every_field_of_a_job() -> None:
-    reference = text_of(ROOT / "docs" / "job-file.md")
-    missing = [field for field in Job.model_fields if f"`{field}" not in reference]
-    assert missing == []
-
-
 def test_all_pages_have_one_tagline() -> None:
     tagline = str(cli.main.help)
     metadata = tomllib.loads(text_of(ROOT / "pyproject.toml"))["project"]

@@ -14,12 +14,13 @@ import pytest
 from raytrain_opt.config.batch_size import ThroughputKneeSearch
 from raytrain_opt.errors import ResourcesError
 from raytrain_opt.results import GradientNorms, Probe
+from raytrain_opt.search.batch_size.factory import build_strategy
 from raytrain_opt.search.batch_size.strategy import (
     BatchSizeChoice,
     ProbeRequest,
     SizeBounds,
+    Strategy,
 )
-from raytrain_opt.search.batch_size.throughput_knee import ThroughputKnee
 from raytrain_opt.search.batch_size.throughput_model import combine, draw_curves
 from tests.support.samples import Samples
 from tests.support.simulated_machine import Curve, Machine, random_machine, replayed
@@ -27,9 +28,9 @@ from tests.support.simulated_machine import Curve, Machine, random_machine, repl
 WIDE = SizeBounds(largest=4096, epoch_samples=50_000)
 
 
-def throughput_knee(bounds: SizeBounds = WIDE, **section: Any) -> ThroughputKnee:
+def throughput_knee(bounds: SizeBounds = WIDE, **section: Any) -> Strategy:
     values = {"strategy": "throughput_knee", **section}
-    return ThroughputKnee(ThroughputKneeSearch.model_validate(values), bounds)
+    return build_strategy(ThroughputKneeSearch.model_validate(values), bounds)
 
 
 def searched(machine: Machine, **section: Any) -> BatchSizeChoice:
