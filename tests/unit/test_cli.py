@@ -166,15 +166,6 @@ def test_functions_that_a_run_directory_names_need_trust(
     assert len(calls) == (command[0] == "run")
 
 
-def test_a_run_directory_without_a_job_is_named(tmp_path: Path, driver: Any) -> None:
-    driver(lambda: None)
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "index.json").write_text('{"checkpoints": []}')
-    result = invoke("run", "--resume", str(tmp_path))
-    assert result.exit_code == 2
-    assert f"{tmp_path}/job.yaml" in result.output
-
-
 @pytest.mark.parametrize(
     ("error", "code"),
     [

@@ -222,12 +222,6 @@ def test_resources_that_others_hold_are_not_free() -> None:
     wait_for(2)
 
 
-def test_a_device_that_the_cluster_does_not_have(tmp_path: Path) -> None:
-    job = small_job(tmp_path, workers={"count": 2, "use_gpu": True})
-    with pytest.raises(ResourcesError, match="no node has a free one .*use_gpu: false"):
-        run(job)
-
-
 def _final_weights(result: RunResult) -> dict[str, torch.Tensor]:
     folder = Path(result.run_dir) / "checkpoints"
     return read_weights(folder / read_index(folder)[-1].folder)

@@ -207,29 +207,24 @@ def test_the_histogram_before_the_first_update() -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "speeds", "chosen"),
+    ("possible", "share", "speeds", "chosen"),
     [
-        (0.0, [100, 95, 50, 50], [1, 8, 8, 8]),
-        (0.1, [100, 120, 120], [1, 8, 8]),
-        (0.2, [100, 100, 100], [1, 4, 4]),  # 8 messages would take longer than computing
-        (1.5, [100, 50, 100], [1, 1, 1]),
-        (0.1, [100, 70, 89, 95, 50], [1, 8, 4, 2, 2]),  # more than a tenth slower
-        (0.1, [100, 50, 50, 50, 50], [1, 8, 4, 2, 1]),
-        (0.1, [0, 100, 120], [1, 1, 8]),  # the first phase had no step left
+        ([1, 2, 4, 8], 0.0, [100, 95, 50, 50], [1, 8, 8, 8]),
+        ([1, 2, 4, 8], 0.1, [100, 120, 120], [1, 8, 8]),
+        # 8 messages would take longer than computing
+        ([1, 2, 4, 8], 0.2, [100, 100, 100], [1, 4, 4]),
+        ([1, 2, 4, 8], 1.5, [100, 50, 100], [1, 1, 1]),
+        ([1, 2, 4, 8], 0.1, [100, 70, 89, 95, 50], [1, 8, 4, 2, 2]),  # more than a tenth slower
+        ([1, 2, 4, 8], 0.1, [100, 50, 50, 50, 50], [1, 8, 4, 2, 1]),
+        ([1, 2, 4, 8], 0.1, [0, 100, 120], [1, 1, 8]),  # the first phase had no step left
+        ([6], 2.0, [100, 10, 1, 1], [6, 6, 6, 6]),  # a given number stays
     ],
 )
 def test_micro_batches_are_as_fine_as_the_speed_allows(
-    share: float, speeds: list[float], chosen: list[int]
+    possible: list[int], share: float, speeds: list[float], chosen: list[int]
 ) -> None:
-    granularity, splits = Granularity([1, 2, 4, 8]), []
+    granularity, splits = Granularity(possible), []
     for samples_per_s in speeds:
         splits.append(granularity.split)
         granularity.measured(samples_per_s, share)
     assert splits == chosen
-
-
-def test_a_given_number_stays() -> None:
-    granularity = Granularity([6])
-    for samples_per_s in (100, 10, 1):
-        granularity.measured(samples_per_s, 2.0)
-        assert granularity.split == 6

@@ -177,18 +177,11 @@ def test_a_line_cut_off_by_a_crash_is_removed(recorder: Recorder, paths: RunPath
 def test_a_line_cut_off_by_a_full_disk_is_removed_before_the_next(
     recorder: Recorder, paths: RunPaths, torn: str
 ) -> None:
-    for number in (1, 2):
-        recorder.epoch(epoch(number), number)
-        with paths.epochs.open("a") as file:
+    for number in (1, 2, 3):
+        with paths.epochs.open("a") as file:  # before the first line, too
             file.write(torn)
-    recorder.epoch(epoch(3), 3)
+        recorder.epoch(epoch(number), number)
     assert [line["epoch"] for line in lines(paths.epochs)] == [1, 2, 3]
-
-
-def test_a_file_that_is_one_torn_line_begins_anew(recorder: Recorder, paths: RunPaths) -> None:
-    paths.epochs.write_text('{"schema')
-    recorder.epoch(epoch(1), 1)
-    assert [line["epoch"] for line in lines(paths.epochs)] == [1]
 
 
 def test_damaged_lines_of_timeline_and_events_are_removed(
@@ -215,29 +208,14 @@ def test_a_run_without_the_rates_of_its_checkpoint_is_not_resumed(
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", r"epochs\.jsonl: has 0 lines, but had 1 at the last checkpoint"),
-        ("{}\n", r"epochs\.jsonl, line 1: is damaged"),
-    ],
-)
-def test_a_run_without_the_epochs_of_its_checkpoint_is_not_resumed(
-    recorder: Recorder, paths: RunPaths, content: str, message: str
-) -> None:
-    """Its result would be wrong."""
-    paths.epochs.write_text(content)
-    with pytest.raises(RecordError, match=message):
-        recorder.truncate_after(0, 1)
-
-
-@pytest.mark.parametrize(
     ("name", "content", "words"),
     [
         ("epochs", "{1}{1}{2}", "has a line twice, or without the one before"),
         ("epochs", "{2}{3}", "has a line twice, or without the one before"),
         ("rounds", "{1}{1}", "has a line twice"),
         ("epochs", "{1}x\n", "line 2: is damaged"),
-        ("epochs", "{1}", "has 1 lines, but had 2"),
+        ("epochs", "{1}", "has 1 lines, but had 2 at the last checkpoint"),
+        ("epochs", "", "has 0 lines, but had 2"),
     ],
 )
 def test_records_are_looked_at_before_one_is_changed(
