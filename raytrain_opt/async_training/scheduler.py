@@ -235,7 +235,7 @@ class Granularity:
         """Take the speed of a phase with this split.
 
         `message_share`: the time in which weights arrive or a gradient is applied, whichever is
-        longer, as a fraction of that of a micro-batch.
+        longer, as a fraction of a micro-batch's time.
         """
         if not samples_per_s:
             return  # no step was left for the phase of a run that was resumed in its evaluation

@@ -191,8 +191,6 @@ def _try_network(
     from torch.nn import GroupNorm
     from torch.nn.modules.batchnorm import _NormBase  # of BatchNorm and InstanceNorm
 
-    from raytrain_opt.data.base import refuse_channels_last
-    from raytrain_opt.models import build_model
     from raytrain_opt.optim.factory import group_parameters
     from raytrain_opt.optim.muon import orthogonalization_flops
     from raytrain_opt.optim.parameter_groups import EMBEDDING
@@ -201,15 +199,7 @@ def _try_network(
     from raytrain_opt.train.thread_choice import choose_threads
 
     shape, classes = info.sample_shape, info.num_classes
-    if not is_function_name(job.model.name):
-        refuse_channels_last(shape)
-    model = build_model(
-        job.model,
-        num_classes=classes,
-        sample_shape=shape,
-        seed=job.seed,
-        channels_last=job.channels_last,
-    )
+    model = _build_model(job, info)
     task = build_task(job.task, job.loss, info)
     problems_of_several = _try_model(job, task, model, samples, classes)
     if job.model.weights is not None and not resumed:
@@ -236,6 +226,21 @@ def _try_network(
         problems_of_several=problems_of_several,
     )
     return facts, partial(choose_threads, task, model, samples[0], job.precision)
+
+
+def _build_model(job: Job, info: DataInfo) -> nn.Module:
+    from raytrain_opt.data.base import refuse_channels_last
+    from raytrain_opt.models import build_model
+
+    if not is_function_name(job.model.name):
+        refuse_channels_last(info.sample_shape)
+    return build_model(
+        job.model,
+        num_classes=info.num_classes,
+        sample_shape=info.sample_shape,
+        seed=job.seed,
+        channels_last=job.channels_last,
+    )
 
 
 def _estimated(flops: float, model: nn.Module, sample_shape: tuple[int, ...]) -> float:

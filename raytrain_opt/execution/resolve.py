@@ -123,7 +123,7 @@ def settle(job: Job, placement: Placement, global_batch_size: int) -> Job:
 def scaled_lr(job: Job, global_batch_size: int) -> float:
     """Return the initial rate for a batch.
 
-    By the rule of `learning_rate.scaling` where the job has it, else by that of a search.
+    The rule is `learning_rate.scaling` where the job has it, else the search's `lr_rule`.
     """
     policy, search = job.learning_rate, job.batch_size_search
     assert not isinstance(policy, ReplayPolicy)  # it has no rate, and the schema no search with it

@@ -35,7 +35,7 @@ class WorkerEvents:
             self._imbalance_reported = True
 
     def continued(self, command: MainTrain, done: int) -> None:
-        """Log that the epoch goes on after `done` steps of this command."""
+        """Log that the epoch continues after `done` steps of this command."""
         self._event_log.log(
             "continued",
             command.epoch,

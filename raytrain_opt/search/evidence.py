@@ -1,8 +1,8 @@
 """Whether candidates have learned enough for a decision.
 
     U   validation loss of the candidate that hardly trained (the highest, of several optimizers);
-        of several optimizers of a classifier, at most that of a guess by the classes' frequencies
-    L   that of the best candidate
+        of several optimizers of a classifier, at most the loss of a guess by class frequency
+    L   validation loss of the best candidate
     e   standard error of L over the samples of the validation split
 
     decided     U - L > max(3 e, 0.01 |U|)

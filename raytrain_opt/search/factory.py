@@ -6,7 +6,12 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from raytrain_opt.config.learning_rate import HorizonPolicy, SchedulePolicy, StptPolicy
+from raytrain_opt.config.learning_rate import (
+    HorizonPolicy,
+    ReplayPolicy,
+    SchedulePolicy,
+    StptPolicy,
+)
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.optim.epoch_steps import EpochSteps
@@ -66,6 +71,11 @@ def build_policy(
     assert job.epochs is not None  # the schema refuses the others
     if isinstance(section, StptPolicy):
         return Stpt(section, job.epochs, steps)
+    return _replay(section, job, job.epochs, steps)
+
+
+def _replay(section: ReplayPolicy, job: Job, epochs: int, steps: EpochSteps) -> RecordedSchedule:
+    """Read the schedule that a job replays. Raises JobError if it belongs to another one."""
     schedule = read_schedule(section.schedule)
     recorded = schedule.epochs[-1]
     if recorded.optimizer != job.optimizer.name:
@@ -80,7 +90,7 @@ def build_policy(
     if recorded.lr_multipliers != multipliers:
         rule = f"the replayed schedule belongs to {dict(recorded.lr_multipliers)}"
         raise JobError([Problem("optimizer.lr_multipliers", rule, str(multipliers))])
-    schedule.check(job.epochs, steps)
+    schedule.check(epochs, steps)
     return schedule
 
 

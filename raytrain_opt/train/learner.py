@@ -186,10 +186,7 @@ class Learner:
         grown = self._grown(epoch, micro_batches)
         self._begin_phase(epoch, grown, search=search, held_out=steps.held_out)
         phase, parallel, batch_size = self._phase, self.parallel, self._global_batch_size(epoch)
-        factor = steps.weight_decay_factor
-        set_weight_decays(self.optimizer, [factor * decay for decay in self._weight_decays])
-        averaging.use_training_weights(self.optimizer)
-        parallel.forward.train()
+        self._begin_updates(steps.weight_decay_factor)
         count = min(steps.end, self._epoch_size // batch_size) - steps.first
         parallel.begin_phase(
             count, phase.micro_batches, self.scaler.scale, lambda: self.data.read_ahead, search
@@ -208,9 +205,7 @@ class Learner:
             epochs_done = epoch - 1 + (steps.first + update) * epoch_per_step
             set_momentum(self.optimizer, momentum_warmup, epochs_done)
             self._train_step(steps.first + update, parallel.indices(update), batches)
-            if not self._ranks_were_compared:  # once early, as a phase may take hours
-                self._ranks_were_compared = True
-                self._compare_ranks(pooled=False)
+            self._compare_ranks_early()
         if phase.steps > 1 and phase.failure is None:
             self._update_check.end_phase()
         averaging.use_averaged_weights(self.optimizer)
@@ -219,6 +214,18 @@ class Learner:
         pairs = parallel.end_phase()
         norms = GradientNorms(self._micro_batch_size(), batch_size, pairs) if pairs else None
         return replace(self._phase.totals(), norms=norms)
+
+    def _begin_updates(self, weight_decay_factor: float) -> None:
+        decays = [weight_decay_factor * decay for decay in self._weight_decays]
+        set_weight_decays(self.optimizer, decays)
+        averaging.use_training_weights(self.optimizer)
+        self.parallel.forward.train()
+
+    def _compare_ranks_early(self) -> None:
+        """Compare the ranks after the first update, as a phase may take hours."""
+        if not self._ranks_were_compared:
+            self._ranks_were_compared = True
+            self._compare_ranks(pooled=False)
 
     def _compare_ranks(self, *, pooled: bool) -> None:
         epoch, failed = self._phase.epoch, self._phase.failure is not None
