@@ -19,6 +19,7 @@ from raytrain_opt.search.policy import (
     EpochLosses,
     History,
     Policy,
+    StartAgain,
     TrainEpoch,
     TryCandidates,
 )
@@ -59,6 +60,9 @@ class Run(Protocol[State]):
 
     def checkpoint_round(self, state: State, history: History) -> None:
         """Save the run, so that a resumed one does not repeat the round."""
+
+    def start_again(self, action: StartAgain, history: History) -> State:
+        """Return the initial state; `history` has the restart."""
 
     def train_epoch(self, state: State, action: TrainEpoch) -> tuple[State, EpochLosses]:
         """Train the rest of the epoch on all workers; return the new state and the mean losses.
@@ -142,7 +146,11 @@ def train(run: Run[State]) -> None:
     for epoch in run.epochs_left:
         history = run.plan(state, history)
         # Search: every candidate trains a few steps from `state`; continue from the winner's.
-        while isinstance(action := run.policy.next(epoch, history), TryCandidates):
+        while not isinstance(action := run.policy.next(epoch, history), TrainEpoch):
+            if isinstance(action, StartAgain):  # the training collapsed: see search/collapse
+                history = history.after_restart(action)
+                state = run.start_again(action, history)
+                continue
             results = run.pretrain(state, action)
             decision = run.policy.decide(action, results, history)
             state = run.state_after(state, action, decision)

@@ -15,7 +15,7 @@ from raytrain_opt.recording.event_log import EventLog
 from raytrain_opt.recording.records import EpochRecord
 from raytrain_opt.results import Metric, Steps
 from raytrain_opt.search.early_stopping import lost_patience, reached_target
-from raytrain_opt.search.policy import History, Policy, TryCandidates
+from raytrain_opt.search.policy import History, Policy, StartAgain, TryCandidates
 from raytrain_opt.search.time_budget import Pace, plan_epoch
 
 # Time is planned to end this much earlier: what the last epoch takes is known afterwards only.
@@ -73,6 +73,8 @@ class TrainingLength:
             hint = "start a new run from the weights: --set model.weights=RUN_DIR"
             raise JobError([Problem("epochs", rule, str(epochs), hint)])
         action = policy.next(before.epoch + 1, history)
+        if isinstance(action, StartAgain):  # which says its rate
+            return
         planned = (action.base_lr,) if isinstance(action, TryCandidates) else action.steps.lrs
         text = f"{lrs[-1]:.3g} to {planned[min(steps, len(planned) - 1)]:.3g}"
         text = f"the schedule now covers {epochs} epochs: the rate goes from {text}"

@@ -115,7 +115,6 @@ class EpochMetrics:
     results: Sequence[CandidateResult] = ()  # of the round in progress
     round_record: RoundRecord | None = None
     steps: Steps = NO_STEPS  # on the way to the weights
-    restarts: bool = False
     is_ruined: bool = False  # by a loss or weights that are not finite: training starts again
     train: TrainTotals | None = None
     test: EvalTotals | None = None
@@ -161,13 +160,15 @@ class EpochMetrics:
             self.staleness,
         )
 
-    def schedule(self, epoch: int, optimizer: OptimizerSection) -> ScheduleRecord:
+    def schedule(
+        self, epoch: int, optimizer: OptimizerSection, *, restarts: bool
+    ) -> ScheduleRecord:
         """Return a line of schedule.jsonl."""
         return ScheduleRecord(
             epoch=epoch,
             optimizer=str(optimizer.name),
             auto_weight_decay=optimizer.has_auto_weight_decay,
-            restarts=self.restarts,
+            restarts=restarts,
             lr_multipliers=dict(optimizer.group_lr_multipliers),
             steps=self.steps,
         )

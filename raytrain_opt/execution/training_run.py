@@ -38,6 +38,7 @@ from raytrain_opt.search.policy import (
     Decision,
     EpochLosses,
     History,
+    StartAgain,
     TrainEpoch,
     TryCandidates,
     is_finite,
@@ -107,12 +108,12 @@ class TrainingRun:
             self.backend.workers.start()
         if self.checkpoints.latest is not None:
             resumed = self._resume_from(self.checkpoints.latest)
-            if self._may_restart:
+            if self._may_start_again:
                 self._initial = self.backend.states.get(self._fetch_initial_state())
             return resumed
         state = self._fetch_initial_state()
         self.backend.states.keep(state)
-        if self._may_restart:
+        if self._may_start_again:
             self._initial = self.backend.states.get(state)
         return state
 
@@ -167,6 +168,14 @@ class TrainingRun:
         )
         self._save(state)
 
+    def start_again(self, action: StartAgain, history: History) -> StateRef:
+        assert self._initial is not None
+        self.event_log.log("collapsed", action.epoch, f"epoch {action.epoch}: {action.reason}")
+        kept = self.progress.kept_samples
+        self.progress = replace(self.progress, history=history)
+        self.progress = self.progress.add_samples(search=kept, kept=-kept)
+        return self.backend.states.put(f"initial, epoch {action.epoch}", self._initial)
+
     def train_epoch(self, state: StateRef, action: TrainEpoch) -> tuple[StateRef, EpochLosses]:
         """Train the rest of the epoch; the loss is NaN if pre-training was as long as it."""
         self._wait_for_workers()
@@ -176,26 +185,19 @@ class TrainingRun:
             self.terminal.note(f"epoch 1: {action.reason}")
         if self._epoch.train is None:
             self.backend.workers.grow()
-            if action.note:
-                kind = "collapsed" if action.restarts else "overfitting"
-                self.event_log.log(kind, action.epoch, f"epoch {action.epoch}: {action.note}")
-            if action.restarts:
-                kept = self.progress.kept_samples
-                self.progress = self.progress.add_samples(search=kept, kept=-kept)
-                state = self._put_initial_state(action.epoch)
-        self._epoch.restarts = action.restarts
+            if action.overfitting:
+                text = f"epoch {action.epoch}: {action.overfitting}"
+                self.event_log.log("overfitting", action.epoch, text)
         # Asynchronous workers have no common step to stop at: they are interrupted.
         is_sync = self.job.parallel.mode != "async"
         with self.stop.deferred(self.job.timeouts.stop_s) if is_sync else nullcontext():
             state = self._train_steps_left(state, action)
             if self.stop.error is not None:
                 self._save_step(state)
-        if self.policy.may_restart(action.epoch, self.history) and self._is_ruined(state):
+        if self._starts_again_after(action.epoch) and self._is_ruined(state):
             self._epoch.is_ruined = True
-            losses, state = EpochLosses(math.nan), self._put_initial_state(action.epoch + 1)
-        else:
-            losses = self._losses(state, action)
-        return state, losses._replace(restarted=action.restarts)
+            return state, EpochLosses(math.nan)
+        return state, self._losses(state, action)
 
     def _train_steps_left(self, state: StateRef, action: TrainEpoch) -> StateRef:
         """Train the steps that neither an interrupted run nor the workers before a death did."""
@@ -243,7 +245,7 @@ class TrainingRun:
             self._write_round(self._epoch.round_record, outcome.loaded_sha256)
             self._epoch.round_record = None
         totals = outcome.totals
-        if not self.policy.may_restart(command.epoch, self.history):
+        if not self._starts_again_after(command.epoch):
             self._raise_if_diverged(command.epoch, "training", totals.loss, totals.failure)
         elif totals.failure:
             text = f"epoch {command.epoch}: a training that is not finite raised {totals.failure}"
@@ -277,12 +279,14 @@ class TrainingRun:
             self.progress = replace(
                 self.progress, next_epoch=epoch + 1, history=history, partial_epoch=PartialEpoch()
             )
-            if not self._may_restart:
+            if not self._may_start_again:
                 self._initial = None
             self.recorder.epoch(record, len(self.lrs))
             self.event_log.write(epoch, [pool.drain_log() for pool in self.backend.pools])
-            self.recorder.schedule(self._epoch.schedule(epoch, optimizer))
+            restarts = epoch in history.restarts
+            self.recorder.schedule(self._epoch.schedule(epoch, optimizer, restarts=restarts))
             self._lrs += self._epoch.steps.lrs
+            is_ruined = self._epoch.is_ruined
             # The next epoch starts where this record's time ends, so that no time is lost.
             self._epoch = EpochMetrics(self._epoch.started_s + record.duration_s)
             ends = self.length.after_epoch(record)
@@ -290,7 +294,7 @@ class TrainingRun:
             self.callbacks.call("on_epoch", record)
             is_due = epoch % self.job.checkpoint.every_epochs == 0 or ends
             if is_due or self.stop.error is not None:
-                self._save(state, record.score)
+                self._save(state, record.score, is_ruined=is_ruined)
 
     # After the last move.
 
@@ -301,10 +305,16 @@ class TrainingRun:
     # Details of the moves.
 
     @property
-    def _may_restart(self) -> bool:
+    def _may_start_again(self) -> bool:
         """Whether the next epoch or a later one may begin from the initial weights."""
-        first, last = max(self.progress.next_epoch - 1, 1), self.job.epochs or 0
-        return any(self.policy.may_restart(epoch, History()) for epoch in range(first, last))
+        return self.progress.next_epoch <= self.policy.last_restart
+
+    def _starts_again_after(self, epoch: int) -> bool:
+        """Return whether the training starts again if this epoch ruins it."""
+        if epoch >= self.policy.last_restart:
+            return False
+        ruined = self.history.after_epoch(EpochLosses(math.nan))
+        return isinstance(self.policy.next(epoch + 1, ruined), StartAgain)
 
     def _is_ruined(self, state: StateRef) -> bool:
         """Return whether the loss is not finite, or the weights, which a last step may ruin."""
@@ -320,11 +330,6 @@ class TrainingRun:
         start, note = start_from_pretrained(initial, self.job.model, self.info)
         self.terminal.note(note)
         return self.backend.states.put("pretrained", start)
-
-    def _put_initial_state(self, epoch: int) -> StateRef:
-        """Store the initial state as the one before this epoch."""
-        assert self._initial is not None
-        return self.backend.states.put(f"initial, epoch {epoch}", self._initial)
 
     def _candidate_pool(self) -> Pool:
         return self.backend.slots or self._wait_for_workers()
@@ -415,8 +420,12 @@ class TrainingRun:
             f"{self.paths.shown}. {advice}"
         )
 
-    def _save(self, state: StateRef, score: float | None = None) -> None:
-        tensors = self.backend.states.get(state)
+    def _save(
+        self, state: StateRef, score: float | None = None, *, is_ruined: bool = False
+    ) -> None:
+        """Begin to save a state; in place of a ruined one the initial one, which follows it."""
+        tensors = self._initial if is_ruined else self.backend.states.get(state)
+        assert tensors is not None
         with self._epoch.stopwatch.measure("checkpoint_wait_s"):
             self.wait_for_checkpoint()
             self.checkpoints.save(tensors, self.progress, score)

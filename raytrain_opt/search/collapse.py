@@ -64,7 +64,7 @@ def latest_attempt(history: History, epochs: int) -> Attempt:
     attempt, epoch = Attempt(), len(history.epoch_losses)
     if history.restarts:
         attempt = Attempt(history.restarts[-1] - 1, len(history.restarts))
-    if epoch > attempt.start and may_restart(attempt, epoch, epochs):
+    if attempt.start < epoch < last_restart(epochs) and attempt.number < _MAX_RESTARTS:
         loss, first_loss = history.epoch_losses[-1], history.epoch_losses[attempt.start]
         first, last = (max(_FEWEST_EPOCHS, math.ceil(epochs * part)) for part in (0.1, 0.25))
         is_looked_at = first <= epoch - attempt.start <= last
@@ -74,9 +74,9 @@ def latest_attempt(history: History, epochs: int) -> Attempt:
     return attempt
 
 
-def may_restart(attempt: Attempt, epoch: int, epochs: int) -> bool:
-    """Return whether another attempt may begin after this epoch."""
-    return epoch <= epochs // 2 and attempt.number < _MAX_RESTARTS
+def last_restart(epochs: int) -> int:
+    """Return the last epoch in which another attempt may begin."""
+    return epochs // 2 + 1
 
 
 def _loss_limit(history: History) -> float:

@@ -12,7 +12,7 @@ from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.optim.epoch_steps import EpochSteps
 from raytrain_opt.optim.schedules import Schedule, build_schedule
 from raytrain_opt.results import Steps
-from raytrain_opt.search.policy import History, Policy, TrainEpoch
+from raytrain_opt.search.policy import History, Policy, StartAgain, TrainEpoch
 
 
 @dataclass(frozen=True)
@@ -130,10 +130,13 @@ class RecordedSchedule(Policy):
             )
             raise JobError([Problem("learning_rate.schedule", rule)])
 
-    def next(self, epoch: int, history: History) -> TrainEpoch:
-        recorded = self.epochs[epoch - 1]
-        steps = replace(recorded.steps, optimizer=0)  # a replay names the optimizer
-        return TrainEpoch(epoch, steps, "replay", restarts=recorded.restarts)
+    @property
+    def last_restart(self) -> int:
+        return max((i for i, epoch in enumerate(self.epochs, 1) if epoch.restarts), default=0)
 
-    def may_restart(self, epoch: int, history: History) -> bool:
-        return any(following.restarts for following in self.epochs[epoch : epoch + 1])
+    def next(self, epoch: int, history: History) -> StartAgain | TrainEpoch:
+        recorded = self.epochs[epoch - 1]
+        if recorded.restarts and epoch not in history.restarts:
+            return StartAgain(epoch, "replay")
+        steps = replace(recorded.steps, optimizer=0)  # a replay names the optimizer
+        return TrainEpoch(epoch, steps, "replay")

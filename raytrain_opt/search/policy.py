@@ -1,8 +1,9 @@
 """Protocol and values of learning-rate policies: results in, a decision with its reason out.
 
-Policies are pure. `next` returns what an epoch does next: try candidates, or train the rest of
-the epoch. `decide` picks a winner among the candidates of one round. All that either may depend
-on is in `History`, so a run can be resumed from a checkpoint of it.
+Policies are pure. `next` returns what an epoch does next: try candidates, start again from the
+initial weights, or train the rest of the epoch. `decide` picks a winner among the candidates of
+one round. All that either may depend on is in `History`, so a run can be resumed from a checkpoint
+of it.
 """
 
 from __future__ import annotations
@@ -84,6 +85,14 @@ class TryCandidates:
 
 
 @dataclass(frozen=True)
+class StartAgain:
+    """Begin the epoch, and all that follow, from the initial weights."""
+
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class TrainEpoch:
     """Train the rest of the epoch, which are these steps."""
 
@@ -91,8 +100,7 @@ class TrainEpoch:
     steps: Steps
     reason: str
     scores: bool = False  # the validation split, after the epoch
-    note: str = ""  # finding that the run reports before the epoch
-    restarts: bool = False  # from the initial weights
+    overfitting: str = ""  # finding that the run reports before the epoch
 
 
 @dataclass(frozen=True)
@@ -166,12 +174,11 @@ class Decision:
 class EpochLosses(NamedTuple):
     """What an epoch tells the policy: its training loss, or the negative score of a plateau.
 
-    `validation`: after the epoch, where it scores. `restarted`: it began from the initial weights.
+    `validation`: after the epoch, where it scores.
     """
 
     training: float
     validation: float | None = None
-    restarted: bool = False
 
 
 @dataclass(frozen=True)
@@ -197,8 +204,11 @@ class History:
             self,
             epoch_losses=(*self.epoch_losses, losses.training),
             validation_losses=(*self.validation_losses, *scored),
-            restarts=(*self.restarts, epoch) if losses.restarted else self.restarts,
         )
+
+    def after_restart(self, action: StartAgain) -> History:
+        """Return the history in which this epoch begins from the initial weights."""
+        return replace(self, restarts=(*self.restarts, action.epoch))
 
     def after_plan(self, plan: EpochSpan) -> History:
         """Return the history with one more plan."""
@@ -222,7 +232,12 @@ class History:
 class Policy(Protocol):
     """A learning-rate policy."""
 
-    def next(self, epoch: int, history: History) -> TryCandidates | TrainEpoch:
+    @property
+    def last_restart(self) -> int:
+        """The last epoch in which it may start again; 0 if it never does."""
+        return 0
+
+    def next(self, epoch: int, history: History) -> TryCandidates | StartAgain | TrainEpoch:
         """Return what to do next in `epoch` (from 1). Raises DivergedError without any rate."""
 
     def decide(
@@ -230,10 +245,6 @@ class Policy(Protocol):
     ) -> Decision:
         """Decide the round from the results of its candidates; a policy may have none."""
         raise ValueError(f"epoch {action.epoch}: this policy has no candidates")
-
-    def may_restart(self, epoch: int, history: History) -> bool:
-        """Return whether the next epoch restarts where the loss of this one is not finite."""
-        return False
 
 
 def shown_failure(results: Iterable[CandidateResult]) -> str:

@@ -24,7 +24,7 @@ from raytrain_opt.config.learning_rate import FINE_TUNING_LR, HorizonPolicy
 from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.optim.epoch_steps import EpochSpan, EpochSteps
 from raytrain_opt.optim.schedules import RelativeSchedule
-from raytrain_opt.search.collapse import Attempt, latest_attempt, may_restart
+from raytrain_opt.search.collapse import Attempt, last_restart, latest_attempt
 from raytrain_opt.search.optimizer_race import OptimizerRace, all_diverged
 from raytrain_opt.search.peak_search import (
     FEWEST_STEPS,
@@ -40,6 +40,7 @@ from raytrain_opt.search.policy import (
     Decision,
     History,
     Policy,
+    StartAgain,
     TrainEpoch,
     TryCandidates,
     is_finite,
@@ -89,11 +90,9 @@ class HorizonStpt(Policy):
     def _attempt(self, history: History) -> Attempt:
         return Attempt() if self.epochs is None else latest_attempt(history, self.epochs)
 
-    def may_restart(self, epoch: int, history: History) -> bool:
-        """Return whether a training whose loss is not finite in this epoch starts again."""
-        if self.epochs is None:
-            return False
-        return may_restart(self._attempt(history), epoch, self.epochs)
+    @property
+    def last_restart(self) -> int:
+        return 0 if self.epochs is None else last_restart(self.epochs)
 
     def race(self, history: History) -> OptimizerRace:
         """Return the search before epoch 1: of the first optimizer only, if too short for all."""
@@ -155,8 +154,11 @@ class HorizonStpt(Policy):
         usual_lr = self.optimizers[optimizer].usual_lr or _SGD_LR
         return initial * usual_lr / _SGD_LR
 
-    def next(self, epoch: int, history: History) -> TryCandidates | TrainEpoch:
-        """Return a round before epoch 1, or an epoch. Raises DivergedError when all diverged."""
+    def next(self, epoch: int, history: History) -> TryCandidates | StartAgain | TrainEpoch:
+        """Return a round before epoch 1, an epoch, or a new start where the training collapsed.
+
+        Raises DivergedError when all candidates diverged.
+        """
         if epoch > 1 or history.is_decided(1) or not self.race(history).is_possible:
             return self._train(epoch, history)
         optimizer, following = self.race(history).next(history.decisions)
@@ -221,7 +223,7 @@ class HorizonStpt(Policy):
             fresh_statistics=True,
         )
 
-    def _train(self, epoch: int, history: History) -> TrainEpoch:
+    def _train(self, epoch: int, history: History) -> StartAgain | TrainEpoch:
         attempt = self._attempt(history)
         span, own = self.span(epoch, history, attempt.start), attempt.own(history)
         found = history.latest
@@ -236,19 +238,16 @@ class HorizonStpt(Policy):
             cost = math.ceil(100 * FEWEST_STEPS / span.total_steps) / 100
             if cost <= 1 and self._race(self.optimizers[:1], FEWEST_STEPS).is_possible:
                 reason += f" within learning_rate.max_search_cost; {cost:g} allows one"
-        lrs = tuple(peak * part for part in schedule.of_epoch(span))
-        steps = replace(self.steps.last(epoch, lrs), optimizer=optimizer)
-        action = TrainEpoch(epoch, steps, reason)
-        if attempt.number and epoch == attempt.start + 1:
+        if attempt.number > len(history.restarts):
             loss = history.epoch_losses[-1]
             why = f"the training loss is {loss:.3g}"
             if not is_finite(loss):
                 why = "the loss or a weight is not finite"
-            action = replace(
-                action,
-                restarts=True,
-                note=f"{why}: training starts again from the initial weights, {reason}",
-            )
+            again = "training starts again from the initial weights"
+            return StartAgain(epoch, f"{why}: {again}, {reason}")
+        lrs = tuple(peak * part for part in schedule.of_epoch(span))
+        steps = replace(self.steps.last(epoch, lrs), optimizer=optimizer)
+        action = TrainEpoch(epoch, steps, reason)
         if not self.optimizers[optimizer].has_auto_weight_decay:
             return action
         sum_of_lrs = peak * schedule.mean * span.total_steps
@@ -265,7 +264,7 @@ class HorizonStpt(Policy):
             action,
             steps=replace(steps, weight_decay_factor=watched, held_out=held_out),
             scores=trained in (watch.start, watch.end),
-            note=watch.finding(own) if reports_overfitting else action.note,
+            overfitting=watch.finding(own) if reports_overfitting else "",
         )
 
     def _watch(self, attempt: Attempt) -> Watch | None:

@@ -12,13 +12,16 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.driver import train
 from raytrain_opt.errors import DivergedError
 from raytrain_opt.optim.epoch_steps import EpochSteps
+from raytrain_opt.results import Steps
 from raytrain_opt.search.factory import build_policy
+from raytrain_opt.search.fixed_schedule import RecordedEpoch, RecordedSchedule
 from raytrain_opt.search.policy import (
     Candidate,
     CandidateResult,
     Decision,
     EpochLosses,
     History,
+    StartAgain,
     TrainEpoch,
     TryCandidates,
 )
@@ -103,6 +106,11 @@ class ScriptedRun:
         lr = decision.winner.candidate.lr
         self.moves.append(Move("state_after", action.epoch, state, (lr,)))
         return f"{state} {action.epoch}:pre@{lr:g}x{action.kept_steps}"
+
+    def start_again(self, action: StartAgain, history: History) -> str:
+        self.moves.append(Move("start_again", action.epoch))
+        assert history.restarts[-1] == action.epoch
+        return "s"
 
     def train_epoch(self, state: str, action: TrainEpoch) -> tuple[str, EpochLosses]:
         lrs = action.steps.lrs
@@ -301,3 +309,30 @@ def test_a_run_resumed_from_any_checkpoint_makes_the_same_moves(
 def test_a_finished_run_that_is_resumed_trains_no_more() -> None:
     run = trained(epochs=2, checkpoint=Checkpoint(next_epoch=3))
     assert run.moves == [Move("initial_state")]
+
+
+def test_a_training_that_collapsed_starts_again() -> None:
+    """Of a replay, whose second epoch began from the initial weights."""
+    run = prepared(BEST_NEAR_A_TENTH, 2, policy="schedule")
+    epochs = [
+        RecordedEpoch(
+            epoch=epoch,
+            optimizer="SGD",
+            auto_weight_decay=False,
+            restarts=epoch == 2,
+            lr_multipliers={},
+            steps=Steps(0, (lr,)),
+        )
+        for epoch, lr in ((1, 0.3), (2, 0.1))
+    ]
+    run.policy = RecordedSchedule(tuple(epochs))
+    train(run)
+    assert run.moves[1:] == [
+        Move("train_epoch", 1, "s", (0.3,)),
+        Move("evaluate", 1, "s 1:main@0.3x1"),
+        Move("checkpoint_epoch", 1, "s 1:main@0.3x1"),
+        Move("start_again", 2),
+        Move("train_epoch", 2, "s", (0.1,)),
+        Move("evaluate", 2, "s 2:main@0.1x1"),
+        Move("checkpoint_epoch", 2, "s 2:main@0.1x1"),
+    ]

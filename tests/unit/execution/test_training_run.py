@@ -139,6 +139,7 @@ MOVES = (
     "pretrain",
     "state_after",
     "checkpoint_round",
+    "start_again",
     "train_epoch",
     "evaluate",
     "checkpoint_epoch",

@@ -10,13 +10,14 @@ import pytest
 from raytrain_opt.config.learning_rate import HorizonPolicy
 from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.optim.epoch_steps import EpochSteps
-from raytrain_opt.search.collapse import Attempt, latest_attempt, may_restart
+from raytrain_opt.search.collapse import Attempt, latest_attempt
 from raytrain_opt.search.policy import (
     Candidate,
     CandidateResult,
     Decision,
     EpochLosses,
     History,
+    StartAgain,
     TrainEpoch,
 )
 from raytrain_opt.search.stpt_horizon import HorizonStpt
@@ -39,9 +40,9 @@ def searched(hardly: float, chosen: float) -> History:
 def train(history: History, *losses: float) -> Attempt:
     """Return the attempt after epochs with these losses; it restarts where it has to."""
     for epoch, loss in enumerate(losses):
-        attempt = latest_attempt(history, EPOCHS)
-        restarted = attempt.number > 0 and attempt.start == epoch
-        history = history.after_epoch(EpochLosses(loss, restarted=restarted))
+        if latest_attempt(history, EPOCHS).number > len(history.restarts):
+            history = history.after_restart(StartAgain(epoch + 1, ""))
+        history = history.after_epoch(EpochLosses(loss))
     return latest_attempt(history, EPOCHS)
 
 
@@ -90,8 +91,6 @@ def test_a_training_starts_four_more_times_at_most() -> None:
     attempt = train(searched(2.4, 2.1), *(math.nan,) * 6)
     assert (attempt.start, attempt.number) == (4, 4)
     assert attempt.lr_factor == pytest.approx(0.01)
-    assert not may_restart(attempt, 7, EPOCHS)
-    assert may_restart(Attempt(3, 3), 7, EPOCHS)
 
 
 def test_a_run_that_is_resumed_with_more_epochs_remembers_its_restarts() -> None:
@@ -115,12 +114,20 @@ def test_the_policy_trains_a_shorter_schedule_from_a_lower_peak() -> None:
     actions = []
     for epoch in range(1, EPOCHS + 1):
         action = policy.next(epoch, history)
+        if isinstance(action, StartAgain):
+            assert action == StartAgain(
+                3,
+                "the training loss is 2.5: training starts again from the initial weights, "
+                "linear decay from 0.0316",
+            )
+            history = history.after_restart(action)
+            action = policy.next(epoch, history)
         assert isinstance(action, TrainEpoch)
         actions.append(action)
         loss = (2.2, 2.5)[epoch - 1] if epoch <= 2 else 1.8 - 0.05 * (epoch - 2)
         scored = 1.0 if action.scores else None
-        history = history.after_epoch(EpochLosses(loss, scored, action.restarts))
-    assert [a.epoch for a in actions if a.restarts] == [3]
+        history = history.after_epoch(EpochLosses(loss, scored))
+    assert history.restarts == (3,)
     assert [a.epoch for a in actions if a.scores] == [2 + 4, 2 + 9]
     assert [a.steps.held_out for a in actions] == [64] * (2 + 9) + [0] * 9
     assert [a.steps.weight_decay_factor > 0 for a in actions] == [False, True, False] + [True] * 17
@@ -128,10 +135,6 @@ def test_the_policy_trains_a_shorter_schedule_from_a_lower_peak() -> None:
     lrs = [lr * 10**0.5 for action in actions[2:] for lr in action.steps.lrs]
     expected = [lr for epoch in range(1, 19) for lr in lrs_of(shorter, epoch)]
     assert lrs == pytest.approx(expected)
-    assert actions[2].note == (
-        "the training loss is 2.5: training starts again from the initial weights, linear decay "
-        "from 0.0316"
-    )
 
 
 def lrs_of(policy: HorizonStpt, epoch: int) -> tuple[float, ...]:
@@ -144,4 +147,4 @@ def test_a_training_for_a_time_does_not_start_again() -> None:
     policy = HorizonStpt(
         HorizonPolicy(policy="stpt_horizon"), None, EpochSteps(96), (OptimizerSection(),)
     )
-    assert not policy.may_restart(1, History())
+    assert policy.last_restart == 0

@@ -23,7 +23,7 @@ from raytrain_opt.search.fixed_schedule import (
     RecordedEpoch,
     RecordedSchedule,
 )
-from raytrain_opt.search.policy import History, TryCandidates
+from raytrain_opt.search.policy import History, StartAgain, TrainEpoch, TryCandidates
 from tests.support.synthetic_runs import write_schedule
 
 EMPTY = History()
@@ -92,11 +92,13 @@ def test_a_recorded_schedule_is_read_exactly(tmp_path: Path) -> None:
 def test_replay_trains_the_recorded_steps() -> None:
     policy = recorded(Steps(0, LRS[:3], 0.5, held_out=4), Steps(0, LRS[3:], 2.0), restarts=[2])
     policy.check(epochs=2, steps=EpochSteps(3))
-    epochs = [policy.next(epoch, EMPTY) for epoch in (1, 2)]
-    assert [epoch.steps for epoch in epochs] == [epoch.steps for epoch in policy.epochs]
-    assert [epoch.restarts for epoch in epochs] == [False, True]
-    # The loss of an epoch need not be finite before one that begins from the initial weights.
-    assert [policy.may_restart(epoch, EMPTY) for epoch in (1, 2)] == [True, False]
+    again = policy.next(2, EMPTY)
+    assert again == StartAgain(2, "replay")
+    assert policy.last_restart == 2
+    for epoch, history in ((1, EMPTY), (2, EMPTY.after_restart(again))):
+        action = policy.next(epoch, history)
+        assert isinstance(action, TrainEpoch)
+        assert action.steps == policy.epochs[epoch - 1].steps
 
 
 def test_replay_trains_the_only_optimizer_of_the_job() -> None:

@@ -177,8 +177,8 @@ def test_the_first_half_holds_the_validation_split_out_and_scores_it_twice() -> 
     factors = [action.steps.weight_decay_factor for action in actions]
     assert factors[8] == factors[15] == pytest.approx(2 * 10 / (0.1 * 0.5 * 16 * 96), rel=0.01)
     assert factors[7] < factors[8] / 2
-    [note] = {action.note for action in actions if action.note}
-    assert actions[8].note == note
+    [note] = {action.overfitting for action in actions if action.overfitting}
+    assert actions[8].overfitting == note
     assert note == (
         "from epoch 4 to 8 the training loss fell by 0.4, that of held-out samples by 0: more "
         "weight decay"
