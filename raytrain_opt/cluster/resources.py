@@ -169,7 +169,8 @@ def _plan_both(
             "learning_rate.search_on: workers."
         )
     waves = math.ceil(candidates / len(placed))
-    note = f"{candidates} candidates run in {waves} waves over {len(placed)} slots"
+    slots_text = "1 slot" if len(placed) == 1 else f"{len(placed)} slots"
+    note = f"{candidates} candidates run in {waves} waves over {slots_text}"
     plan = replace(
         plan,
         slots=len(placed),

@@ -66,7 +66,7 @@ def test_on_one_core_the_fractions_shrink_so_that_both_pools_fit() -> None:
     ("count", "slots", "notes"),
     [
         (None, 4, ()),
-        (1, 1, ("4 candidates run in 4 waves over 1 slots",)),
+        (1, 1, ("4 candidates run in 4 waves over 1 slot",)),
         (3, 3, ("4 candidates run in 2 waves over 3 slots",)),  # waves are counted up
         (9, 4, ()),
     ],
