@@ -32,6 +32,7 @@ _NO_LIMIT = timedelta(days=1000)
 
 # Bytes of a message that go in one collective: enough for nearly all commands and replies. Several
 # collectives each wait for all ranks, which takes as long as the command on a busy machine.
+# torch's object collectives need two: a command to 8 workers on 2 cores took 28 ms, not 12.
 _HEAD = 4096
 
 T = TypeVar("T")

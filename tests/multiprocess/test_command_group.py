@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests.support.process_group import run_ranks
 
 RANKS = 3
-SIZES = (0, 1, 10**6)  # of messages
+SIZES = (0, 1, 4000, 4100, 10**6)  # of messages, which have room for 4 KiB in the first part
 
 
 def main(port: int, rank: int, world_size: int, folder: Path) -> Any:
