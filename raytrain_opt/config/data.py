@@ -39,6 +39,11 @@ class BatchAugment(Section):
     cutmix: Annotated[float, Field(ge=0, le=100)] = 0.0
     """alpha as for mixup, e.g. 1. 0: no cutmix. With both, each half of the steps."""
 
+    @property
+    def mixes(self) -> bool:
+        """Whether samples and their labels are mixed with others."""
+        return bool(self.mixup or self.cutmix)
+
 
 class Augment(BatchAugment):
     """Random changes to training images; applied to batches on the device for in-memory sets."""
@@ -47,6 +52,11 @@ class Augment(BatchAugment):
     """Pixels of padding before a random crop to the old size. 0: no crop."""
     flip: bool = False
     """Mirror left-right with probability 0.5."""
+
+
+def _default_augment(section: dict[str, Any]) -> Augment:
+    is_cifar = section.get("name") in ("cifar10", "cifar100")
+    return Augment(crop_padding=4, flip=True) if is_cifar else Augment()
 
 
 @dataclass(frozen=True)
@@ -94,7 +104,7 @@ class ArraySetData(_DataSection):
     """Folder of the torchvision data sets."""
     download: bool = False
     """Download the data set if it is missing."""
-    augment: Augment | None = None
+    augment: Augment = Field(default_factory=_default_augment)
     """Default: crop_padding 4 and flip for CIFAR, which a section replaces; none for the
     others."""
 
