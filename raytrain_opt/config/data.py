@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 from pydantic import Discriminator, Field, Tag
 
@@ -77,7 +77,25 @@ class HoldOut:
         return max(1, min(int(self.fraction * size), _MAX_VALIDATION_SAMPLES))
 
 
+class DataFile(NamedTuple):
+    """A file or folder that data are read from: `path`, which the job names in `field`."""
+
+    field: str
+    path: str
+    kind: Literal["file", "folder", "uri"]
+    hint: str | None = None
+
+
 class _DataSection(NamedSection):
+    """What kinds of data can do.
+
+    `on_nodes`: each worker and slot reads the samples itself. `any_samples`: with a task of the
+    user's own, samples are any nesting of tensors.
+    """
+
+    on_nodes: ClassVar[bool] = False
+    any_samples: ClassVar[bool] = False
+
     validation_fraction: Fraction | None = None
     """Fraction of the training set held out to score candidates (the validation split), at most
     5,000 samples: during the whole training, or with policy stpt_horizon during the search and,
@@ -94,6 +112,15 @@ class _DataSection(NamedSection):
     image_folder those of ImageNet; float arrays are not normalized). none: do not normalize.
     [[means], [deviations]]: use these, for values scaled to 0..1."""
 
+    @property
+    def is_balanced(self) -> bool:
+        """Whether an epoch has equally many samples of each class."""
+        return self.sampler == "balanced"
+
+    def files(self) -> Iterable[DataFile]:
+        """Yield the files and folders that must be there."""
+        return ()
+
 
 class ArraySetData(_DataSection):
     """A public image set that fits in memory."""
@@ -107,6 +134,11 @@ class ArraySetData(_DataSection):
     augment: Augment = Field(default_factory=_default_augment)
     """Default: crop_padding 4 and flip for CIFAR, which a section replaces; none for the
     others."""
+
+    def files(self) -> Iterator[DataFile]:
+        if self.name != "digits" and not self.download:
+            hint = "data.download: true downloads the set"
+            yield DataFile("data.root", self.root, "folder", hint)
 
 
 class ArraysData(_DataSection):
@@ -124,9 +156,15 @@ class ArraysData(_DataSection):
     augment: Augment = Field(default_factory=Augment)
     """Only for uint8 images, [samples, height, width, channels] or with channels first."""
 
+    def files(self) -> Iterator[DataFile]:
+        for split, paths in (("train", self.train), ("test", self.test)):
+            yield DataFile(f"data.{split}.0", paths[0], "file")
+            yield DataFile(f"data.{split}.1", paths[1], "file")
+
 
 class _LoaderSection(_DataSection):
     download: ClassVar[bool] = False
+    on_nodes: ClassVar[bool] = True
 
     loader_workers: Literal["auto"] | Annotated[int, Field(ge=0, le=256)] = "auto"
     """Loader processes per worker and slot; 0: load in the process itself. auto: 2, and more when
@@ -160,6 +198,14 @@ class ImageFolderData(_LoaderSection):
     """Leave out gray images, whose files have one channel; the header of each file is read at the
     start. false: they become RGB."""
 
+    def files(self) -> Iterator[DataFile]:
+        yield DataFile("data.root", self.root, "folder")
+        if self.labels is not None:
+            yield DataFile("data.labels", self.labels, "uri")
+            return
+        for split in ("train_split", "test_split"):
+            yield DataFile(f"data.{split}", f"{self.root}/{getattr(self, split)}", "folder")
+
     def broken_rules(self) -> Iterator[BrokenRule]:
         """Refuse folders of splits beside a file that names the split of each image."""
         if self.labels is not None and (self.train_split, self.test_split) != ("train", "val"):
@@ -188,9 +234,15 @@ class ShardsData(_LoaderSection):
     """Size of the cache on each node; those used longest ago are removed. It has to hold two times
     shuffle_shards."""
 
+    def files(self) -> Iterator[DataFile]:
+        yield DataFile("data.train", self.train, "uri")
+        yield DataFile("data.test", self.test, "uri")
+
 
 class DatasetData(_LoaderSection):
     """Data of your own: a function returning (train, test), torch Datasets of (x, label)."""
+
+    any_samples: ClassVar[bool] = True
 
     name: NameOrFunction
     """package.module:function."""

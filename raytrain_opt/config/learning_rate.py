@@ -78,12 +78,14 @@ _DECAYING = ("linear", "polynomial", "cosine")
 class _Policy(Section):
     """What policies can do.
 
-    `has_candidates`: it chooses by trained candidates; `searches_first`: only before the first
-    epoch, the optimizer too. `sets_decay`: it sets the weight decay of each epoch. `fits_any_batch`:
-    a search may change the batch size. `averages`: by default an average of the weights is
-    evaluated, which shows what its decaying rate will bring. Each class also has `decays`: the rate
-    falls until the last epoch; `fits_any_length`: a training may last a time in place of epochs;
-    `can_be_constant`: the rate may stay constant after the warm-up.
+    `has_candidates`: it trains candidates; `searches_first`: only before the first epoch, and the
+    search chooses the optimizer too. `sets_decay`: it sets the weight decay of each epoch.
+    `fits_any_batch`: a search may change the batch size. `averages`: by default an average of the
+    weights is evaluated, which shows what a decaying rate will bring.
+
+    Each class also has `max_candidates` of a round; `decays`: the rate falls until the last epoch;
+    `fits_any_length`: a training may last a time in place of epochs; `can_be_constant`: the rate
+    may stay constant after the warm-up.
     """
 
     has_candidates: ClassVar[bool] = False
@@ -103,6 +105,11 @@ class _Policy(Section):
     @abstractmethod
     def summary(self) -> str:
         """How the rate is chosen, for a person."""
+
+    @property
+    def recorded(self) -> str | None:
+        """Path of a recorded schedule that it replays."""
+        return None
 
     @property
     def follows_metric(self) -> bool:
@@ -156,6 +163,13 @@ class StptPolicy(_Policy):
     def summary(self) -> str:
         return f"stpt from {self.initial:g}, candidates {self.candidates}, alpha {self.alpha:g}"
 
+    @property
+    def max_candidates(self) -> int:
+        """Candidates of a round, at most; 0 for a single one, which is no search."""
+        sets = [self.candidates] if isinstance(self.candidates, list) else LR_SETS.values()
+        count = max(map(len, sets))
+        return count if count > 1 else 0
+
 
 class HorizonPolicy(_Policy):
     """Find the peak rate of a warm-up and decay by training with compressed schedules.
@@ -166,6 +180,7 @@ class HorizonPolicy(_Policy):
     warmup: ClassVar[None] = None  # warmup_fraction instead
     candidate_batch: ClassVar[None] = None
     has_candidates: ClassVar[bool] = True
+    max_candidates: ClassVar[int] = 3
     searches_first: ClassVar[bool] = True
     sets_decay: ClassVar[bool] = True
     averages: ClassVar[bool] = True
@@ -202,6 +217,7 @@ class HorizonPolicy(_Policy):
 class SchedulePolicy(_Policy):
     """Train with a fixed schedule; no candidates."""
 
+    max_candidates: ClassVar[int] = 0
     candidate_batch: ClassVar[None] = None
     search_on: ClassVar[SearchOn] = "slots"
 
@@ -280,6 +296,7 @@ class ReplayPolicy(_Policy):
     scaling: ClassVar[None] = None
     warmup: ClassVar[None] = None
     candidate_batch: ClassVar[None] = None
+    max_candidates: ClassVar[int] = 0
     sets_decay: ClassVar[bool] = True
     fits_any_batch: ClassVar[bool] = False
     averages: ClassVar[bool] = True
@@ -295,6 +312,10 @@ class ReplayPolicy(_Policy):
     @property
     def summary(self) -> str:
         return f"replay of {self.schedule}"
+
+    @property
+    def recorded(self) -> str:
+        return self.schedule
 
 
 LearningRateSection = Annotated[

@@ -15,8 +15,8 @@ from raytrain_opt.config.section import BrokenRule
 if TYPE_CHECKING:
     from raytrain_opt.config.schema import Job
 
-# The path of a setting, when a job has it (and, in `_RULES`, not what it needs), and what is wrong:
-# a format of `job`.
+# The path of a setting; whether a job has it (in `_RULES` without what it needs); what is wrong, a
+# format of `job`.
 Rule = tuple[str, Callable[["Job"], Any], str]
 
 # Settings that need workers that take each step together.
@@ -192,8 +192,8 @@ _RULES: tuple[Rule, ...] = (
     (
         "workers.count",
         lambda job: job.batch_norm.sync and job.workers.can_shrink,
-        "with fewer workers the micro-batches per worker can differ, and batch_norm.sync needs all "
-        "workers in each; leave one of the two out",
+        "with fewer workers the micro-batches per worker can differ, and batch_norm.sync needs "
+        "all workers in each; leave one of the two out",
     ),
 )
 

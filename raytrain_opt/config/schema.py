@@ -149,10 +149,10 @@ def _default_average(job: dict[str, Any]) -> AverageSection | None:
 
     `job`: the sections above, without those with an error.
     """
-    sections = job.get("optimizer"), job.get("parallel"), job.get("learning_rate")
-    if None in sections:
+    optimizer, parallel = job.get("optimizer"), job.get("parallel")
+    learning_rate = job.get("learning_rate")
+    if learning_rate is None or optimizer is None or parallel is None:
         return None
-    optimizer, parallel, learning_rate = sections
     averages = learning_rate.averages and parallel.common_steps
     return AverageSection() if averages and not optimizer.is_schedule_free else None
 

@@ -20,16 +20,15 @@ from raytrain_opt.config.section import (
 )
 
 
-
 @dataclass(frozen=True)
 class Traits:
     """What an optimizer is like.
 
-    `usual_lr`: the rate that it usually has in small networks; None if unknown. `usual_warmup`: the
-    default warm-up, as a fraction of the training. `excludes_bias_and_norm`: by default biases and
-    normalization layers get no weight decay. `auto_weight_decay`: the policy may choose the decay.
-    `schedule_free`: it averages its weights in place of a decay of the rate. `second_rule`: only
-    matrices follow its own rule. `counts_updates`: its rule changes with the number of updates.
+    `usual_lr`: its rate in small networks, if known. `usual_warmup`: the default warm-up, as a
+    fraction of the training. `excludes_bias_and_norm`: by default biases and normalization layers
+    get no weight decay. `auto_weight_decay`: the policy may choose the decay. `schedule_free`: it
+    averages its weights in place of a decay of the rate. `second_rule`: only matrices follow its
+    own rule. `counts_updates`: its rule changes with the number of updates.
     """
 
     usual_lr: float | None = None

@@ -50,7 +50,7 @@ class InMemoryData(TrainingData):
         shape = (x.shape[3], *x.shape[1:3]) if is_image else x.shape[1:]
         self._augment = _resolve_augment(section, is_image)
         self._more = Augmentation(self._augment, seed, shape, is_uint8=is_image)
-        labels = arrays.train_y if section.sampler == "balanced" else None
+        labels = arrays.train_y if section.is_balanced else None
         self._split = sampling.TrainingSplit(len(x), hold_out, seed, balanced_labels=labels)
         field = "data.train.1" if section.name == "arrays" else "data.name"
         self._seed = seed
@@ -164,9 +164,6 @@ def _upload(array: Array, device: torch.device) -> torch.Tensor:
 
 
 def _resolve_augment(section: ArraySetData | ArraysData, is_image: bool) -> Augment:
-    if section.augment is None:
-        cifar = section.name in ("cifar10", "cifar100")
-        return Augment(crop_padding=4 if cifar else 0, flip=cifar)
     if not is_image and (section.augment.crop_padding or section.augment.flip):
         rule = "crop and flip need uint8 images [samples, height, width, channels]; remove it"
         raise DataError("data.augment", rule)
