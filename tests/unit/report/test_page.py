@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from raytrain_opt.errors import JobError, RecordError
+from raytrain_opt.errors import JobError
 from raytrain_opt.report import write_report
 from raytrain_opt.report.learning_rate_plots import search_plots
-from raytrain_opt.report.plots import Cell, Table
 from raytrain_opt.report.run_reader import read_run
 from tests.support.synthetic_runs import (
     epoch_line,
@@ -136,13 +135,6 @@ def test_a_thousand_classes_are_a_small_page_without_a_matrix(tmp_path: Path) ->
     assert "The 100 worst classes by accuracy." in page.text
 
 
-def test_columns_without_any_value_are_left_out() -> None:
-    rows = [[Cell("1"), Cell("–"), Cell("–")], [Cell("2"), Cell("–"), Cell("x")]]
-    table = Table("name", "caption", ("a", "b", "c"), rows).without_empty()
-    assert table.columns == ["a", "c"]
-    assert table.rows == [[Cell("1"), Cell("–")], [Cell("2"), Cell("x")]]
-
-
 def test_the_idle_time_of_a_process_is_the_rest(complete_run: Path) -> None:
     """A worker is busy for 1.3 of 2 s in each of 6 epochs; the timeline ends 0.1 s early."""
     page = read(f"{complete_run}/report.html")
@@ -244,11 +236,6 @@ def test_an_interrupted_run_has_a_report(tmp_path: Path) -> None:
     assert "interrupted: Terminated" in page.text
 
 
-def test_a_run_that_has_just_started_has_a_report(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", epochs=0, finished=False)
-    assert "0 of 2 epochs" in read(write_report([str(run)])).text
-
-
 def test_a_batch_size_search_alone_has_a_report(tmp_path: Path) -> None:
     run = with_batch_size_search(write_run(tmp_path / "run", epochs=0, finished=False))
     page = read(write_report([str(run)]))
@@ -284,27 +271,11 @@ def test_a_comparison_shows_the_fields_that_differ(tmp_path: Path) -> None:
     assert "epochs" in page.texts
 
 
-def test_search_samples_count_in_the_comparison(tmp_path: Path) -> None:
-    """An epoch has 20 steps of 64 samples, 15 in the main training; its round has 3 x 5."""
-    from raytrain_opt.report.compare import samples_at_ends
-
-    run = read_run(str(write_run(tmp_path / "a", epochs=2)))
-    assert samples_at_ends(run) == [35 * 64, 70 * 64]
-
-
 def test_a_report_under_a_uri_is_written_there(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     assert write_report([f"file://{run}"]) == f"file://{run}/report.html"
     assert read(f"{run}/report.html").all("svg")
     assert (run / "plots" / "timeline.svg").is_file()
-
-
-def test_a_damaged_record_gives_no_page(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
-    (run / "rounds.jsonl").write_text("no JSON\n")
-    with pytest.raises(RecordError, match=r"rounds\.jsonl, line 1"):
-        write_report([str(run)])
-    assert not (run / "report.html").exists()
 
 
 @pytest.mark.timeout(600)
@@ -412,9 +383,3 @@ def test_losses_below_zero_are_in_the_plots_of_the_search(
     search_plots(read_run(str(run_dir)))
     [validation] = painted
     assert sorted(validation.lines[0].get_ydata()) == [-3.0, -2.8]
-
-
-def test_a_race_in_progress_has_nobody_who_left(tmp_path: Path) -> None:
-    page = race_page(tmp_path, race_line(0, "AdamW", 9), race_line(3, "Muon", 9))
-    assert "AdamW so far has 9 steps: lowest loss 0.5 at 0.05; 27 steps in all." in page.text
-    assert "left after" not in page.text
