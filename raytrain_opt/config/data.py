@@ -23,7 +23,7 @@ from raytrain_opt.config.section import (
 ArraySet = Literal["digits", "mnist", "fashion_mnist", "cifar10", "cifar100"]
 ARRAY_SETS = get_args(ArraySet)
 _MAX_VALIDATION_SAMPLES = 5000
-DATA_NAMES = (*ARRAY_SETS, "arrays", "image_folder", "shards", "ray_data")
+DATA_NAMES = (*ARRAY_SETS, "arrays", "image_folder", "shards")
 
 
 class BatchAugment(Section):
@@ -179,27 +179,6 @@ class ShardsData(_LoaderSection):
     shuffle_shards."""
 
 
-class RayData(_DataSection):
-    """Ray Datasets of your own: a function returning (train, test), executed once in a run."""
-
-    download: ClassVar[bool] = False
-
-    name: Literal["ray_data"]
-    function: NameOrFunction
-    """package.module:function."""
-    args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the function."""
-    columns: tuple[str, str] = ("image", "label")
-    """The columns of the samples and of their class numbers."""
-    num_classes: PositiveInt | None = None
-    """Default: the largest label of the training set plus one."""
-    shuffle_rows: PositiveInt = 2048
-    """Neighboring rows that are shuffled together, in a new order each epoch. A process holds up
-    to three times as many in memory."""
-    augment: Augment = Field(default_factory=Augment)
-    """Only for uint8 images [height, width, channels]."""
-
-
 class DatasetData(_LoaderSection):
     """Data of your own: a function returning (train, test), torch Datasets of (x, label)."""
 
@@ -228,7 +207,6 @@ DataSection = Annotated[
     | Annotated[ArraysData, Tag("arrays")]
     | Annotated[ImageFolderData, Tag("image_folder")]
     | Annotated[ShardsData, Tag("shards")]
-    | Annotated[RayData, Tag("ray_data")]
     | Annotated[DatasetData, Tag("DatasetData")],
     Discriminator(_data_kind),
 ]

@@ -305,7 +305,6 @@ class Job(Section):
         pairs: list[tuple[str, object]] = [
             ("model.name", self.model.name),
             ("data.name", self.data.name),
-            ("data.function", getattr(self.data, "function", None)),
             ("task.name", self.task.name),
             ("loss.name", self.loss.name),
             *(("optimizer.name", optimizer.name) for optimizer in self.optimizers),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from raytrain_opt.config.data import ArraysData, ArraySetData, ImageFolderData, RayData, ShardsData
+from raytrain_opt.config.data import ArraysData, ArraySetData, ImageFolderData, ShardsData
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,7 @@ SharedData: TypeAlias = "DatasetArrays | ImageFolderSource | ShardSource | None"
 
 
 def load_shared_data(section: DataSection) -> SharedData:
-    """Read what the driver shares: arrays, Ray Datasets, image files' names or shards' indices.
+    """Read what the driver shares: arrays, image files' names or shards' indices.
 
     A thousand processes that each walked the folders of images would read a shared file system a
     thousand times. None for a user's Datasets. Raises DataError.
@@ -40,10 +40,6 @@ def load_shared_data(section: DataSection) -> SharedData:
         from raytrain_opt.data.shards import ShardSource
 
         return ShardSource(section)
-    if isinstance(section, RayData):
-        from raytrain_opt.data.ray_data import load_ray_data
-
-        return load_ray_data(section)
     return None
 
 
@@ -64,7 +60,7 @@ def open_data(
     `classification`, samples of a user's Datasets are any nesting of tensors. Raises DataError.
     """
     settings = (hold_out, seed, device, channels_last)
-    if isinstance(section, (ArraySetData, ArraysData, RayData)):
+    if isinstance(section, (ArraySetData, ArraysData)):
         from raytrain_opt.data.in_memory import InMemoryData
 
         arrays = cast("DatasetArrays", load_shared_data(section) if shared is None else shared)

@@ -10,7 +10,7 @@ from raytrain_opt.config.data import DataSection
 from raytrain_opt.data.base import DataInfo
 from raytrain_opt.errors import DataError
 
-_FIELDS = {"image_folder": "root", "arrays": "train", "shards": "train", "ray_data": "function"}
+_FIELDS = {"image_folder": "root", "arrays": "train", "shards": "train"}
 # Differences that a message names.
 _SHOWN = 5
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +15,6 @@ from raytrain_opt.data.base import channel_axis, layout_note
 from raytrain_opt.data.fingerprint import digest
 from raytrain_opt.data.sampling import Purpose, generator
 from raytrain_opt.errors import DataError
-
-if TYPE_CHECKING:
-    from raytrain_opt.data.ray_data import WindowedRows
 
 Array = npt.NDArray[Any]
 
@@ -44,21 +41,18 @@ class DatasetArrays:
     how the shapes of images were read.
     """
 
-    train_x: Array | WindowedRows
+    train_x: Array
     train_y: npt.NDArray[np.int64]
-    test_x: Array | WindowedRows
+    test_x: Array
     test_y: npt.NDArray[np.int64]
     num_classes: int
     class_names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     def digest(self) -> str:
-        """Return a digest of labels and values; of more than a GiB, of samples evenly spread.
-
-        Of Ray Datasets only labels are in memory.
-        """
+        """Return a digest of labels and values; of more than a GiB, of samples evenly spread."""
         xs, labels = (self.train_x, self.test_x), (self.train_y, self.test_y)
-        every = (x[:: 1 + x.nbytes // _DIGEST_BYTES] for x in xs if isinstance(x, np.ndarray))
+        every = (x[:: 1 + x.nbytes // _DIGEST_BYTES] for x in xs)
         return digest(np.ascontiguousarray(part).data for part in (*labels, *every))
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +29,6 @@ from torch.nn.functional import pad
 from raytrain_opt.data.copy_stream import send
 from raytrain_opt.data.sampling import CropFlip, Indices
 from raytrain_opt.errors import DataError
-
-if TYPE_CHECKING:
-    from raytrain_opt.data.ray_data import WindowedRows
 
 NormalizeSetting = Literal["auto", "none"] | tuple[list[float], list[float]]
 MeanStd = tuple[Sequence[float], Sequence[float]]
@@ -203,7 +200,7 @@ def explicit_mean_std(normalize: NormalizeSetting, channels: int) -> MeanStd | N
     return means, stds
 
 
-def channel_mean_std(images: npt.NDArray[np.uint8] | WindowedRows, indices: Indices) -> MeanStd:
+def channel_mean_std(images: npt.NDArray[np.uint8], indices: Indices) -> MeanStd:
     """Compute mean and standard deviation of each channel, in 0..1, over images[indices].
 
     images [N, H, W, C]. Sums are exact sums of integers, chunk by chunk; a standard deviation

@@ -41,7 +41,7 @@ class UserDatasetSource:
     def __init__(self, section: DatasetData, seed: int, *, classification: bool = True) -> None:
         name, self._classification = section.name, classification
         self._name = function_name(name)
-        self._datasets = call_data_function(name, section.args, seed, self.field, "torch Datasets")
+        self._datasets = _call(name, section.args, seed)
         for split in self._datasets:
             self._check_dataset(split)
         self.num_classes = self._resolve_num_classes(section.num_classes)
@@ -190,14 +190,11 @@ class UserDatasetSource:
         return DataError("data.name", f"sample {index} of the {split} set of {self._name}: {rule}")
 
 
-def call_data_function(
-    name: str | Callable[..., Any], args: dict[str, Any], seed: int, field: str, kind: str
+def _call(
+    name: str | Callable[..., Any], args: dict[str, Any], seed: int
 ) -> dict[SourceSplit, Any]:
-    """Return the two data sets, of this `kind`, that the user's function returns.
-
-    Raises DataError that names `field`.
-    """
-    function = resolve_function(name, field)
+    """Return the two Datasets that the user's function returns. Raises DataError."""
+    function = resolve_function(name, "data.name")
     shown = function_name(name)
     try:
         # A function that generates its data must generate the same in every process.
@@ -205,10 +202,10 @@ def call_data_function(
             pair = function(**args)
     except Exception as error:
         rule = f"{shown}, called with data.args {args}, raised {cause(error)}"
-        raise DataError(field, rule) from error
+        raise DataError("data.name", rule) from error
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        rule = f"{shown} must return (train, test), two {kind}; it returned {type(pair).__name__}"
-        raise DataError(field, rule)
+        rule = f"{shown} must return (train, test), two torch Datasets"
+        raise DataError("data.name", f"{rule}; it returned {type(pair).__name__}")
     return {"train": pair[0], "test": pair[1]}
 
 

@@ -18,7 +18,6 @@ from raytrain_opt.config.data import (
     ArraySetData,
     DataSection,
     ImageFolderData,
-    RayData,
     ShardsData,
 )
 from raytrain_opt.config.functions import resolve_function
@@ -100,8 +99,6 @@ def check_data(data: DataSection) -> list[Problem]:
             ]
         case ShardsData():
             return [*check_uri(data.train, "data.train"), *check_uri(data.test, "data.test")]
-        case RayData():
-            return problems_of(lambda: resolve_function(data.function, "data.function"))
         case ArraySetData(name="digits") | ArraySetData(download=True):
             return []
         case ArraySetData():

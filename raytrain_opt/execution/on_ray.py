@@ -17,7 +17,6 @@ from raytrain_opt.cluster.autoscaling import plan_when_there_is_room
 from raytrain_opt.cluster.connection import check_address, ray_session, watch_preemption
 from raytrain_opt.cluster.ray_private import log_folder
 from raytrain_opt.cluster.resources import PoolPlan, PoolRequest
-from raytrain_opt.config.data import RayData
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import DataError, JobError, PoolError, ResidentError, StorageError
 from raytrain_opt.execution.batch_size import search_batch_size
@@ -51,9 +50,7 @@ def open_on_ray(
     limits, terminal, stop = job.timeouts, frontend.terminal, frontend.stop
     with ExitStack() as stack:
         backend = RayBackend(job, frontend, address, resumed=resumed)
-        # Ray Datasets can be made only when Ray runs.
-        if not isinstance(job.data, RayData):
-            stack.callback(wait, [backend.start_reading()], limits.stop_s)
+        stack.callback(wait, [backend.start_reading()], limits.stop_s)
         backend.measure_cores()  # before Ray starts, which uses all cores for seconds
         terminal.phase("starting Ray")
         variables = environment(local=True, start_s=limits.start_s)

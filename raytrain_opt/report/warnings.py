@@ -96,7 +96,7 @@ def _data_wait(run: RunRecords) -> Iterator[str]:
             "workers.threads. If decoding is slow, use smaller image files, or more cores for "
             "each worker; if storage is slow, a larger number of data.loader_workers"
         )
-    elif loaders is None:  # data in memory and Ray Datasets
+    elif loaders is None:  # data in memory
         advice = "the workers prepare these data themselves; less in data.augment helps"
     waited = f"Workers waited for data in {percent(fraction, 0)} of the main training's time"
     yield f"{waited}: {advice}"
