@@ -13,7 +13,7 @@ from raytrain_opt.config.section import (
     Fraction,
     Location,
     NamedSection,
-    NameOrFunction,
+    NameOrInstance,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -197,8 +197,8 @@ class ShardsData(_LoaderSection):
 class DatasetData(_LoaderSection):
     """Data of your own: a function returning (train, test), torch Datasets of (x, label)."""
 
-    name: NameOrFunction
-    """package.module:function."""
+    name: NameOrInstance
+    """package.module:function; from Python also the two Datasets."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
     num_classes: PositiveInt | None = None
@@ -219,7 +219,7 @@ def _data_kind(value: Any) -> str | None:
         return "ArraySetData"
     if name in DATA_NAMES:
         return str(name)
-    is_missing = "name" not in section if isinstance(section, dict) else isinstance(section, tuple)
+    is_missing = isinstance(section, dict) and "name" not in section
     return None if is_missing or (isinstance(name, str) and ":" not in name) else "DatasetData"
 
 

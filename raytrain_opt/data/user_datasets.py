@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from raytrain_opt.config.data import DatasetData
 from raytrain_opt.config.functions import resolve_function
-from raytrain_opt.config.section import function_name
+from raytrain_opt.config.section import Instance, function_name
 from raytrain_opt.data.base import channel_axis, layout_note
 from raytrain_opt.data.batch_reader import Sample, SourceSplit, cause
 from raytrain_opt.data.fingerprint import digest
@@ -261,13 +261,14 @@ def _call(
     try:
         # A function that generates its data must generate the same in every process.
         with seeded(sample_seed(seed, Purpose.USER_FUNCTION, 0, 0)):
-            pair = function(**args)
+            # Datasets themselves are not copied: they may be large.
+            pair = function.value if isinstance(function, Instance) else function(**args)
     except Exception as error:
         rule = f"{shown}, called with data.args {args}, raised {cause(error)}"
         raise DataError("data.name", rule) from error
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        rule = f"{shown} must return (train, test), two torch Datasets"
-        raise DataError("data.name", f"{rule}; it returned {type(pair).__name__}")
+        rule = f"{shown} must return or be (train, test), two torch Datasets"
+        raise DataError("data.name", f"{rule}, not {type(pair).__name__}")
     return {"train": pair[0], "test": pair[1]}
 
 

@@ -22,7 +22,7 @@ BROWSER = find_browser()
 pytestmark = pytest.mark.skipif(
     BROWSER is None, reason="needs Chromium (Debian and Ubuntu: apt-get install chromium)"
 )
-PLOTS = 7
+PLOTS = 5
 
 
 @pytest.fixture(scope="module")
