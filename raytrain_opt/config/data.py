@@ -13,6 +13,7 @@ from raytrain_opt.config.section import (
     Fraction,
     Location,
     NamedSection,
+    NameOrFunction,
     NameOrInstance,
     NonNegativeInt,
     PositiveFloat,
