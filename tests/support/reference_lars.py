@@ -2,7 +2,7 @@
 
 See raytrain_opt/optim/lars.py for the notation. As in most public implementations, the norms are
 read as Python numbers, so every layer waits for the device. Used by tests and by
-benchmarks/lars_step.py.
+benchmarks/optimizer_step.py.
 """
 
 from __future__ import annotations

@@ -24,35 +24,6 @@ def row(*accuracies: float) -> dict[str, Any]:
     return {"accuracies": list(accuracies), "highest": list(accuracies)}
 
 
-def test_the_papers_own_figures_agree_with_it() -> None:
-    paper = {name: figure for name, figure in rows_of.PAPER.items() if figure == figure}
-    rows = {name: row(figure, figure) for name, figure in paper.items()}
-    claims = [*rows_of.order_claims(rows).values(), rows_of.alpha_claim(rows)]
-    assert {claim["agrees"] for claim in claims} == {"yes"}
-    assert all(claim["points"] == pytest.approx(claim["paper_points"]) for claim in claims)
-
-
-def test_the_saving_depends_on_the_way_of_counting() -> None:
-    """An epoch of 100 iterations, 8 candidates of 8 and of 100."""
-    short = rows_of.Counted(warmup=100, main=300, lost=3 * 7 * 8, repeated=0, searches=3)
-    full = rows_of.Counted(warmup=100, main=300, lost=3 * 7 * 100, repeated=0, searches=3)
-    savings = rows_of.saving_claims([short], [full])
-    assert {way: saving["pct"] for way, saving in savings.items()} == {
-        "as_published": 87.5,
-        "in_turn": 80.5,
-        "side_by_side": 0.0,
-    }
-    assert [saving["agrees"] for saving in savings.values()] == ["yes", "no", "no"]
-    # The paper's count does not depend on alpha; and a repeated round counts.
-    assert rows_of.saving_claims([full], [full])["as_published"]["pct"] == 87.5
-    repeated = rows_of.Counted(
-        warmup=100, main=300, lost=3 * 7 * 8 + 8 * 8, repeated=8, searches=3
-    )
-    savings = rows_of.saving_claims([repeated], [full])
-    assert savings["as_published"]["pct"] < 87.5
-    assert savings["in_turn"]["pct"] < 80.5
-
-
 def test_the_command_on_synthetic_data(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
