@@ -134,6 +134,8 @@ class _DataSection(NamedSection):
 class ArraySetData(_DataSection):
     """A public image set that fits in memory."""
 
+    labels_field: ClassVar[str] = "data.name"
+
     name: ArraySet
     """digits comes with this package, the others with torchvision."""
     root: Location = "~/.cache/raytrain_opt"
@@ -153,6 +155,7 @@ class ArraySetData(_DataSection):
 class ArraysData(_DataSection):
     """Arrays of your own as .npy files: x [samples, ...] and y [samples], the class numbers."""
 
+    labels_field: ClassVar[str] = "data.train.1"
     download: ClassVar[bool] = False
 
     name: Literal["arrays"]
@@ -171,7 +174,9 @@ class ArraysData(_DataSection):
             yield DataFile(f"data.{split}.1", paths[1], "file")
 
 
-class _LoaderSection(_DataSection):
+class LoaderSection(_DataSection):
+    """Samples that are read one at a time."""
+
     download: ClassVar[bool] = False
     on_nodes: ClassVar[bool] = True
 
@@ -186,7 +191,7 @@ class _LoaderSection(_DataSection):
     report counts those of the training."""
 
 
-class ImageFolderData(_LoaderSection):
+class ImageFolderData(LoaderSection):
     """Image files in the layout of ImageNet, root/train/<class>/*, or listed in a CSV file."""
 
     name: Literal["image_folder"]
@@ -222,7 +227,7 @@ class ImageFolderData(_LoaderSection):
             yield "labels", "has a column split; remove train_split and test_split"
 
 
-class ShardsData(_LoaderSection):
+class ShardsData(LoaderSection):
     """Images in tar files (WebDataset format), local or in an object storage."""
 
     name: Literal["shards"]
@@ -255,7 +260,7 @@ class ShardsData(_LoaderSection):
             yield "sampler", "of your own would read all shards at once; use image_folder"
 
 
-class DatasetData(_LoaderSection):
+class DatasetData(LoaderSection):
     """Data of your own: a function returning (train, test), torch Datasets of (x, label)."""
 
     any_samples: ClassVar[bool] = True

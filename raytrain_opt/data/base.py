@@ -22,6 +22,8 @@ from raytrain_opt.results import Split
 if TYPE_CHECKING:
     import torch
 
+    from raytrain_opt.data.in_memory_sets import DatasetArrays
+    from raytrain_opt.data.source import SampleSource
     from raytrain_opt.data.transforms import Preprocessing
 
 # Of gray and color images, and of color with alpha.
@@ -126,6 +128,7 @@ class TrainingData(ABC):
     """
 
     info: DataInfo
+    source: DatasetArrays | SampleSource
     # Called for each batch between reading it and moving it to the device; probes time both.
     on_copy: Callable[[], None] = staticmethod(no_op)
 

@@ -15,10 +15,10 @@ from raytrain_opt.config.data import ArraysData, ArraySetData, Augment, HoldOut
 from raytrain_opt.data import sampling, transforms
 from raytrain_opt.data.augmentation import Augmentation
 from raytrain_opt.data.base import Batch, DataInfo, TrainingData, count_classes, no_op
-from raytrain_opt.data.batch_reader import SourceSplit
 from raytrain_opt.data.copy_stream import CopyStream, send
 from raytrain_opt.data.in_memory_sets import Array, DatasetArrays
 from raytrain_opt.data.sampling import Indices
+from raytrain_opt.data.source import SourceSplit
 from raytrain_opt.errors import DataError
 from raytrain_opt.results import Split
 
@@ -45,7 +45,7 @@ class InMemoryData(TrainingData):
         device: torch.device,
         channels_last: bool,
     ) -> None:
-        x = arrays.train_x
+        self.source, x = arrays, arrays.train_x
         is_image = x.dtype == np.uint8
         shape = (x.shape[3], *x.shape[1:3]) if is_image else x.shape[1:]
         self._augment = _resolve_augment(section, is_image)
@@ -55,7 +55,6 @@ class InMemoryData(TrainingData):
         self._split = sampling.TrainingSplit(
             len(x), hold_out, seed, balanced_labels=labels, sampler=sampler
         )
-        field = "data.train.1" if section.name == "arrays" else "data.name"
         self._seed = seed
         auto = None
         if is_image and section.normalize == "auto":
@@ -68,7 +67,7 @@ class InMemoryData(TrainingData):
             *self._split.sizes,
             test_size=len(arrays.test_x),
             class_names=arrays.class_names,
-            class_counts=count_classes(arrays.train_y, arrays.num_classes, field),
+            class_counts=count_classes(arrays.train_y, arrays.num_classes, section.labels_field),
             preprocessing=preprocessing,
             notes=arrays.notes,
         )

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from raytrain_opt.config.data import DataFile, DataSection
 from raytrain_opt.config.functions import resolve_function
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from raytrain_opt.data.base import Batch, DataInfo
     from raytrain_opt.data.factory import SharedData
-    from raytrain_opt.data.loader import DataLoaderData
     from raytrain_opt.train.task import Task
 
 _DATA_FUNCTIONS = ("name", "collate", "sampler")
@@ -154,8 +153,7 @@ def read_data(job: Job) -> tuple[SharedData, DataInfo, tuple[Batch, Batch]]:
         samples = train, data.first_samples("test")
     finally:
         data.close()
-    source = cast("DataLoaderData", data).source if shared is None else shared
-    return shared, replace(data.info, digest=source.digest()), samples
+    return shared, replace(data.info, digest=data.source.digest()), samples
 
 
 def _check_worker_count(job: Job, info: DataInfo) -> list[Problem]:

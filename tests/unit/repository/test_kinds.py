@@ -9,7 +9,6 @@ from typing import get_args
 
 import raytrain_opt
 import raytrain_opt.config.schema  # noqa: F401  every section
-from raytrain_opt.config.learning_rate import LearningRateSection
 from raytrain_opt.config.section import Section
 from raytrain_opt.config.updates import OPTIMIZERS
 
@@ -18,19 +17,20 @@ _PACKAGE = Path(raytrain_opt.__file__).parent
 _ALLOWED = ("config/", "execution/resolve.py")
 
 
-def _sections(section: type[Section] = Section) -> set[str]:
-    below = section.__subclasses__()
-    return {section.__name__, *(name for kind in below for name in _sections(kind))}
+def _classes(section: type[Section] = Section) -> set[type[Section]]:
+    return {section, *(kind for below in section.__subclasses__() for kind in _classes(below))}
 
 
-def _policies() -> set[str]:
-    union, _ = get_args(LearningRateSection)
-    kinds = (kind.model_fields["policy"].annotation for kind in get_args(union))
-    return {name for kind in kinds for name in get_args(kind)}
+def _names(field: str) -> set[str]:
+    """Return the names of the policies or strategies, which select a section."""
+    modules = ("config.learning_rate", "config.batch_size")
+    sections = (s for s in _classes() if s.__module__.endswith(modules))
+    sections = (s for s in sections if field in s.model_fields)
+    return {name for s in sections for name in get_args(s.model_fields[field].annotation)}
 
 
-_SECTIONS = _sections()
-_KINDS = {"sync", "async", *_policies(), *OPTIMIZERS}
+_SECTIONS = {section.__name__ for section in _classes()}
+_KINDS = {"sync", "async", *_names("policy"), *_names("strategy"), *OPTIMIZERS} - {"none"}
 
 
 def _questions(code: str) -> Iterator[str]:
@@ -40,6 +40,8 @@ def _questions(code: str) -> Iterator[str]:
             case ast.Call(ast.Name("isinstance"), [_, asked]) | ast.MatchClass(cls=asked):
                 names = {getattr(part, "id", "") for part in ast.walk(asked)}
                 is_asked = names & _SECTIONS
+            case ast.Compare(ast.Name("key")):  # of a dictionary
+                continue
             case ast.Compare() | ast.MatchValue():
                 values = {getattr(part, "value", None) for part in ast.walk(node)}
                 is_asked = {value for value in values if isinstance(value, str)} & _KINDS
