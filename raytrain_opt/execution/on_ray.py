@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from raytrain_opt.cluster.autoscaling import plan_when_there_is_room
 from raytrain_opt.cluster.connection import check_address, ray_session, watch_preemption
 from raytrain_opt.cluster.ray_private import log_folder
-from raytrain_opt.cluster.resources import PoolPlan, PoolRequest
+from raytrain_opt.cluster.resources import PoolPlan, PoolRequest, plan_when_there_is_room
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import DataError, JobError, PoolError, ResidentError, StorageError
 from raytrain_opt.execution.batch_size import search_batch_size

@@ -6,7 +6,7 @@ import pytest
 from pydantic import BaseModel
 
 from docs.record_tables import RECORDS, records_markdown
-from raytrain_opt.recording.base import RecordPart
+from raytrain_opt.recording.records import RecordPart
 from raytrain_opt.search.noise_scale import NoiseScale
 
 
