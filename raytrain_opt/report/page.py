@@ -23,12 +23,7 @@ from raytrain_opt.report.plots import Cell, Plot, Section, Table, duration_cell
 from raytrain_opt.report.prediction_plots import predictions_section
 from raytrain_opt.report.run_reader import RunRecords
 from raytrain_opt.report.summary import RunSummary, summarize
-from raytrain_opt.report.time_plots import (
-    epoch_parts_plots,
-    epochs_table,
-    staleness_plots,
-    timeline_plots,
-)
+from raytrain_opt.report.time_plots import epoch_parts_plots, epochs_table
 
 
 @dataclass(frozen=True)
@@ -119,15 +114,13 @@ def _tiles(summary: RunSummary) -> list[tuple[str, str, str]]:
 
 def _sections(run: RunRecords) -> list[Section]:
     learning_rate = [*search_plots(run), *learning_rate_plots(run)]
-    time = [*timeline_plots(run), *epoch_parts_plots(run)]
     no_events = "" if run.events else "No process failed, and the run was not interrupted."
     return [
         Section("training", "Training", training_plots(run), [epochs_table(run)]),
         Section("learning-rate", "Learning rate", learning_rate, [rounds_table(run)]),
         predictions_section(run.predictions),
         Section("batch-size", "Batch size", batch_size_plots(run), [probes_table(run)]),
-        Section("time", "Time", time),
-        Section("asynchronous", "Asynchronous training", staleness_plots(run)),
+        Section("time", "Time", epoch_parts_plots(run)),
         Section(
             "failures", "Failures and recoveries", tables=[_events_table(run)], note=no_events
         ),
