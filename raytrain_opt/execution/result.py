@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
 from raytrain_opt.clock import utc_now
+from raytrain_opt.config.section import is_instance
 from raytrain_opt.execution.callbacks import Callbacks
 from raytrain_opt.execution.checkpoint_writer import CheckpointWriter
 from raytrain_opt.execution.resolve import Resolved
@@ -44,9 +45,9 @@ class RunResult:
     test_metric: float | None  # the one that decides (accuracy, 0..1); None: not evaluated
     best_test_metric: float | None
     best_epoch: int | None
-    lrs: tuple[float, ...]  # of every step
+    lrs: tuple[float, ...] = field(repr=False)  # of every step
     wall_s: float
-    summary: dict[str, Any]  # the content of result.json
+    summary: dict[str, Any] = field(repr=False)  # the content of result.json
 
 
 @contextmanager
@@ -179,7 +180,10 @@ def _facts(run: TrainingRun, record: ResultRecord, report: str) -> list[tuple[st
         preprocessing = run.info.preprocessing
         is_image = preprocessing is not None and preprocessing.is_image
         use = "predict {} IMAGE..." if is_image else "export {} --format torch_export"
-        facts.append(("next", f"raytrain-opt {use.format(quote(run_dir))}"))
+        command = f"raytrain-opt {use.format(quote(run_dir))}"
+        if is_instance(run.job.model.name):
+            command = f"load_model({run_dir!r}, model=…) in Python"
+        facts.append(("next", command))
     return facts
 
 

@@ -218,7 +218,7 @@ def broken() -> nn.Module:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda: 3, "must return a torch.nn.Module, but returned int"),
+        (lambda: 3, "must be or return a torch.nn.Module, not int"),
         (broken, r"raised KeyError: 'no such table'.*test_factory.py:\d+"),
         (lambda: nn.LazyLinear(3), "lazy layers"),
         (nn.Flatten, "nothing to train"),

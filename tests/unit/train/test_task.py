@@ -251,7 +251,7 @@ def test_what_a_task_raises_is_told_with_the_shapes_of_its_batch() -> None:
         ({"name": "clasification"}, "did you mean 'classification'"),
         ({"name": "regression"}, r"must be classification or package\.module:Class"),
         ({"name": nn.Linear}, "training_loss and validation_metrics"),
-        ({"name": mean_error}, "must be a class with the methods training_loss and"),
+        ({"name": mean_error}, "must be a class or object with the methods training_loss and"),
         ({"name": Regression, "args": {"powr": 1}}, "raised TypeError"),
         ({"args": {"power": 1}}, "classification has none"),
     ],
