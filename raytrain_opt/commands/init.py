@@ -34,7 +34,7 @@ from raytrain_opt.data.image_folder import (
 from raytrain_opt.data.images import center_crop, open_image
 from raytrain_opt.data.source import ImageSource, SourceSplit
 from raytrain_opt.errors import DataError, printable
-from raytrain_opt.monitoring.nvml import gpu_states
+from raytrain_opt.monitoring import gpu_states
 from raytrain_opt.storage import write_text
 
 _VALID = (

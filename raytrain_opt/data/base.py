@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from raytrain_opt.data.in_memory_sets import DatasetArrays
     from raytrain_opt.data.source import SampleSource
     from raytrain_opt.data.transforms import Preprocessing
+from hashlib import blake2b
+
+from raytrain_opt.config.data import DataSection
 
 # Of gray and color images, and of color with alpha.
 CHANNELS = (1, 3, 4)
@@ -234,3 +237,56 @@ def count_classes(
         rule = f"the training set has no sample of {number} of its {num_classes} classes"
         raise DataError(field, f"{rule}: {classes}; classes are numbered from 0, without gaps")
     return tuple(counts.tolist())
+
+
+_FIELDS = {"image_folder": "root", "arrays": "train", "shards": "train"}
+# Differences that a message names.
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class DataFingerprint:
+    """Classes, sizes, and a digest of what else the source of the samples tells cheaply."""
+
+    classes: tuple[str, ...]
+    class_counts: tuple[int, ...]
+    train_size: int
+    test_size: int
+    digest: str
+
+    @classmethod
+    def of(cls, info: DataInfo) -> DataFingerprint:
+        """Return the fingerprint of data that were read."""
+        sizes = (info.train_size, info.test_size)
+        return cls(info.class_labels, info.class_counts, *sizes, info.digest)
+
+    def require_same(self, data: DataSection, info: DataInfo) -> None:
+        """Raise DataError that says what changed in the data since the checkpoint."""
+        now = DataFingerprint.of(info)
+        if now != self:
+            rule = f"changed since the checkpoint: {self._changes(now)}; put the data back as "
+            rule += "they were, or start a new run from the weights (model.weights: RUN_DIR)"
+            raise DataError(f"data.{_FIELDS.get(str(data.name), 'name')}", rule)
+
+    def _changes(self, now: DataFingerprint) -> str:
+        before, after = set(self.classes), set(now.classes)
+        changes = [f"class {name} is gone" for name in sorted(before - after)[:_SHOWN]]
+        changes += [f"class {name} is new" for name in sorted(after - before)[:_SHOWN]]
+        if self.classes != now.classes:
+            return ", ".join(changes) or "the classes have another order"
+        names = [*(f"class {name}" for name in self.classes), "the training set", "the test set"]
+        then, later = ((*f.class_counts, f.train_size, f.test_size) for f in (self, now))
+        changes = [
+            f"{name} has {count} samples, and had {old}"
+            for name, old, count in zip(names[-len(then) :], then, later, strict=False)
+            if old != count
+        ]
+        return ", ".join(changes[:_SHOWN]) or "samples, their labels, their names or their order"
+
+
+def digest(parts: Iterable[bytes | memoryview]) -> str:
+    """Return a digest of these parts."""
+    result = blake2b(digest_size=16)
+    for part in parts:
+        result.update(part)
+    return result.hexdigest()

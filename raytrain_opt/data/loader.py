@@ -26,10 +26,10 @@ from raytrain_opt.data.batch_reader import (
     LoadedBatch,
     keep_batch,
 )
-from raytrain_opt.data.copy_stream import CopyStream
 from raytrain_opt.data.nesting import leaves, map_leaves
 from raytrain_opt.data.sampling import Indices, Purpose
 from raytrain_opt.data.source import SampleSource, SourceSplit
+from raytrain_opt.data.transforms import CopyStream
 from raytrain_opt.errors import DataError
 from raytrain_opt.results import Split
 

@@ -35,7 +35,7 @@ import obstore
 from raytrain_opt import storage
 from raytrain_opt.config.data import ShardsData
 from raytrain_opt.config.error_messages import shown
-from raytrain_opt.data.fingerprint import digest
+from raytrain_opt.data.base import digest
 from raytrain_opt.data.image_folder import left_out_kind
 from raytrain_opt.data.images import SUFFIXES
 from raytrain_opt.data.sampling import Indices
