@@ -109,7 +109,11 @@ _RULES: tuple[Rule, ...] = (
     ),
     (
         "data.augment",
-        lambda job: job.gives_own_samples and job.data.augment not in (BatchAugment(), None),
+        lambda job: (
+            job.gives_own_samples
+            and not job.data.augment.mixes
+            and job.data.augment != BatchAugment()
+        ),
         _OWN_SAMPLES,
     ),
     (
