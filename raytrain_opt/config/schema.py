@@ -306,6 +306,8 @@ class Job(Section):
         pairs: list[tuple[str, object]] = [
             ("model.name", self.model.name),
             ("data.name", self.data.name),
+            ("data.collate", getattr(self.data, "collate", None)),
+            ("data.sampler", self.data.sampler),
             ("task.name", self.task.name),
             ("loss.name", self.loss.name),
             *(("optimizer.name", optimizer.name) for optimizer in self.optimizers),

@@ -39,7 +39,7 @@ class Batch:
     samples, `weight` belongs to y and the rest to `other_y`. `relative_size`: number of samples
     over the mean of the step's micro-batches, which is not 1 in the last step of an epoch only.
     For the Datasets of a user's task, x is the nesting of tensors that their samples have, and y
-    is None.
+    is None. `samples`: number of samples, of batches that a user's function collated.
     """
 
     x: Any
@@ -48,6 +48,7 @@ class Batch:
     other_y: torch.Tensor | None = None
     weight: float = 1.0
     relative_size: float = 1.0
+    samples: int | None = None
 
     @property
     def content(self) -> Any:
@@ -60,7 +61,7 @@ class Batch:
     @property
     def size(self) -> int:
         """Number of samples."""
-        return len(next(leaves(self.x)))
+        return len(next(leaves(self.x))) if self.samples is None else self.samples
 
 
 @dataclass(frozen=True)
@@ -169,8 +170,8 @@ class TrainingData(ABC):
         """
 
     @abstractmethod
-    def two_samples(self, split: Literal["train", "test"]) -> Batch:
-        """Return two samples, or one twice, read in this process and without augmentation."""
+    def first_samples(self, split: Literal["train", "test"], count: int = 2) -> Batch:
+        """Return a few samples, or one several times, read here and without augmentation."""
 
     def check_samples(self) -> None:  # noqa: B027 - data in memory are checked when they are read
         """Read a few samples of each set, so that a run fails early. Raises DataError."""

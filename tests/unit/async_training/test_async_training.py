@@ -172,17 +172,6 @@ def test_without_staleness_each_gradient_is_a_step_of_synchronous_training(
     ]
 
 
-def test_a_state_that_went_through_the_shards_is_the_same(digits: DatasetArrays) -> None:
-    async_job = job()
-    learner, state = trained_learner(async_job, digits)
-    shards = open_shards(async_job, learner.info, 2)
-    for shard in shards:
-        shard.load(state, EpochPhase("1.x", 1, Steps(0, LRS), WORKERS, None))
-    assert (
-        assemble_state(state, [shard.state() for shard in shards], {}).digest() == state.digest()
-    )
-
-
 @pytest.mark.parametrize("bound", [1, 4, None])
 @pytest.mark.parametrize("compression", ["none", "bf16"])
 def test_with_staleness_every_micro_batch_counts_once(

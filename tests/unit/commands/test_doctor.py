@@ -108,9 +108,3 @@ def test_an_exchange_is_judged_as_a_ring(
     assert f"over 2 workers on {nodes} node" in finding.result
     assert figures in finding.result
     assert ("NCCL_SOCKET_IFNAME" in finding.remedy) == (level == "warning")
-
-
-def test_the_table_shows_every_part_of_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
-    doctor.print_findings([Finding("room", "error", "[7 CPU] do not fit", "add nodes")])
-    output = capsys.readouterr().out
-    assert all(word in output for word in ("error", "room", "[7 CPU] do not fit", "add nodes"))

@@ -426,7 +426,7 @@ def resume_until_finished(job: Job, folder: Path, interrupt: Interrupt) -> list[
     return processes
 
 
-@pytest.mark.parametrize("further", [0, 1, 2])
+@pytest.mark.parametrize("further", [0, 2])
 def test_a_run_that_is_interrupted_after_every_checkpoint_ends_as_one_that_was_not(
     uninterrupted: Uninterrupted, further: int, tmp_path: Path
 ) -> None:

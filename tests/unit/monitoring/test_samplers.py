@@ -15,7 +15,6 @@ from raytrain_opt.errors import JobError, ResourcesError
 from raytrain_opt.monitoring import nvml, samplers
 from raytrain_opt.monitoring.samplers import (
     CpuSampler,
-    NullSampler,
     UtilizationMonitor,
     open_sampler,
 )
@@ -115,14 +114,6 @@ def test_each_cpu_sample_starts_at_the_one_before(machine: SimpleNamespace) -> N
     machine.now_s, machine.cpu_s = 105.0, 2.0
     assert sampler.sample() == pytest.approx(25.0)
     assert sampler.sample() == 0.0
-
-
-def test_the_monitor_does_not_count_what_the_process_did_before(machine: SimpleNamespace) -> None:
-    sampler = CpuSampler(1)
-    machine.now_s, machine.cpu_s = 110.0, 10.0
-    with UtilizationMonitor(sampler, LONG_S) as monitor:
-        machine.now_s, machine.cpu_s = 112.0, 11.0
-    assert monitor.samples == pytest.approx([50.0])
 
 
 def test_the_cpu_time_is_that_of_the_real_process() -> None:
@@ -233,10 +224,3 @@ def test_an_error_of_the_body_is_not_hidden() -> None:
     assert caught.value.args == ("the body",)
     (note,) = caught.value.__notes__
     assert "the GPU is lost" in note
-
-
-def test_a_null_sampler_knows_nothing() -> None:
-    with UtilizationMonitor(NullSampler(), LONG_S) as monitor:
-        pass
-    assert math.isnan(monitor.mean_pct)
-    assert monitor.energy_j is None

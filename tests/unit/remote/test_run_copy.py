@@ -18,7 +18,7 @@ import pytest
 
 from raytrain_opt import storage
 from raytrain_opt.errors import JobError, StorageError, TakenOverError
-from raytrain_opt.paths import RunPaths, check_run, newest_unfinished
+from raytrain_opt.paths import RunPaths, check_run
 from raytrain_opt.recording.reader import read_lines
 from raytrain_opt.recording.spans import EventRecord
 from raytrain_opt.remote import lease, run_copy
@@ -66,15 +66,6 @@ def test_files_of_ray_stay_on_this_machine(run: RunPaths) -> None:
     (folder / "slots" / "tuner.pkl").touch()
     run.publish()
     assert names(run.shown) == set()
-
-
-def test_runs_under_a_uri_with_options_have_folders_of_their_own(s3: S3Server) -> None:
-    uri = s3.new_uri()
-    runs = [RunPaths.create(uri, "r") for _ in range(2)]
-    for run in runs:
-        write_text(run.job, run.run_id)
-        run.publish()
-    assert names(uri) == {f"{run.run_id}/job.yaml" for run in runs}
 
 
 def test_what_completes_a_run_is_copied_last(run: RunPaths, s3: S3Server) -> None:
@@ -325,20 +316,6 @@ def test_signatures_of_urls_are_not_shown() -> None:
     assert text == "PUT https://host/a failed: why?"
 
 
-def test_a_copy_that_is_cut_off_leaves_the_index_before(run: RunPaths, s3: S3Server) -> None:
-    write_index(run, 1)
-    run.publish()
-    write_index(run, 1, 2)
-    s3.applies_to = lambda request: request.method == "PUT"
-    s3.faults.extend([cut] * 20)
-    with pytest.raises(StorageError):
-        run.publish()
-    assert index_of(run) == [1]
-    s3.reset()
-    run.publish()
-    assert index_of(run) == [1, 2]
-
-
 @pytest.mark.parametrize("uri", ["nosuchscheme://bucket/r", "s3://bucket/r?region=a&sas=b"])
 def test_a_uri_that_cannot_be_used_is_named(tmp_path: Path, uri: str) -> None:
     run = RunPaths(tmp_path, uri)
@@ -373,21 +350,6 @@ def test_nothing_is_fetched_without_a_run(s3: S3Server) -> None:
         RunPaths.existing(uri)
     assert len(s3.requests) == 1
     check_run(run.shown)
-
-
-def test_the_newest_unfinished_run_is_found(s3: S3Server) -> None:
-    uri = s3.new_uri()
-    assert newest_unfinished(uri, "r") is None
-    for name, files in {
-        "r-20260101-000000-0123456789abcdef": ["checkpoints/index.json"],
-        "r-20260102-000000-0123456789abcdef": ["checkpoints/index.json"],
-        "r-20260103-000000-0123456789abcdef": ["checkpoints/index.json", "result.json"],
-        "r-20260104-000000-0123456789abcdef": ["job.yaml"],
-    }.items():
-        for file in files:
-            storage.write(storage.join(uri, name), file, b"{}")
-    expected = storage.join(uri, "r-20260102-000000-0123456789abcdef")
-    assert newest_unfinished(uri, "r") == expected
 
 
 def test_the_folder_of_a_run_is_removed_at_the_end_of_the_process(
