@@ -24,7 +24,13 @@ from raytrain_opt.optim.lr_scheduler import ScheduledLR
 from raytrain_opt.pools.commands import Pretrain
 from raytrain_opt.pools.in_process import in_process_pools, open_learner
 from raytrain_opt.pools.protocol import fetch_initial_state
-from raytrain_opt.search.policy import CandidateResult, EpochLosses, History, TrainEpoch
+from raytrain_opt.search.policy import (
+    CandidateResult,
+    EpochLosses,
+    History,
+    TrainEpoch,
+    TryCandidates,
+)
 from raytrain_opt.train.learner import Learner
 
 
@@ -99,7 +105,7 @@ def _search(learner: Learner, resolved: Resolved) -> tuple[History, list[Candida
     names = [str(section.name) for section in resolved.learner.optimizers]
     state = fetch_initial_state(pools.workers)
     history, curve = History(), list[CandidateRate]()
-    while not isinstance(action := resolved.policy.next(1, history), TrainEpoch):
+    while isinstance(action := resolved.policy.next(1, history), TryCandidates):
         [reply] = pools.workers.command(Pretrain(state, action, (0,))).values()
         results: list[CandidateResult] = sorted(reply.results, key=lambda r: r.candidate.index)
         history = history.after_round(resolved.policy.decide(action, results, history))
@@ -168,13 +174,13 @@ class LossTask:
 
     def __init__(self, loss: Callable[[Any, Any], Tensor]) -> None:
         self.loss = loss
-        self._of_samples: Callable[..., Tensor] = loss
+        of_samples: Any = loss
         if hasattr(loss, "reduction"):
-            of_samples: Any = copy.copy(loss)
+            of_samples = copy.copy(loss)
             of_samples.reduction = "none"
-            self._of_samples = of_samples
         elif "reduction" in _parameters(loss):
-            self._of_samples = partial(self._of_samples, reduction="none")
+            of_samples = partial(of_samples, reduction="none")
+        self._of_samples: Callable[[Any, Any], Tensor] = of_samples
 
     def training_loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the mean loss of the batch."""
