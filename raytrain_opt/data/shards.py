@@ -35,8 +35,8 @@ import obstore
 from raytrain_opt import storage
 from raytrain_opt.config.data import ShardsData
 from raytrain_opt.config.error_messages import shown
+from raytrain_opt.data.base import digest, excerpt, spread
 from raytrain_opt.data.batch_reader import Sample, SourceSplit
-from raytrain_opt.data.fingerprint import digest, excerpt, spread
 from raytrain_opt.data.image_folder import left_out_kind
 from raytrain_opt.data.images import SUFFIXES, center_crop, random_crop
 from raytrain_opt.data.sampling import Indices

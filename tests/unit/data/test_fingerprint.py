@@ -13,8 +13,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from raytrain_opt.commands.shard import write_shards
-from raytrain_opt.data.base import DataInfo
-from raytrain_opt.data.fingerprint import DataFingerprint
+from raytrain_opt.data.base import DataFingerprint, DataInfo
 from raytrain_opt.errors import DataError
 from raytrain_opt.execution.check import read_data
 from tests.support.small_jobs import small_job

@@ -122,12 +122,6 @@ def test_ctrl_c_stays_ignored_where_it_was() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_it_is_handled_like_ctrl_c() -> None:
-    """Code that cleans up after Ctrl-C also cleans up after SIGTERM."""
-    with pytest.raises(KeyboardInterrupt), stop_on_signals():
-        terminate()
-
-
 def test_in_another_thread_nothing_changes() -> None:
     handlers = []
 
