@@ -34,9 +34,9 @@ from raytrain_opt.execution.workspace import Workspace
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.pools.commands import StateRef
 from raytrain_opt.pools.in_process import in_process_pools
-from raytrain_opt.recording.event_log import EventLog
+from raytrain_opt.recording.recorder import EventLog
 from raytrain_opt.search.policy import Decision, TryCandidates
-from raytrain_opt.terminal.progress import Terminal
+from raytrain_opt.terminal import Terminal
 from raytrain_opt.train.checkpoint import Checkpoints
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
