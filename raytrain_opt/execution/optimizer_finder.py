@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, default_collate
 
 from raytrain_opt.config.schema import Job
@@ -19,8 +20,7 @@ from raytrain_opt.config.updates import OptimizerChoiceSection, OptimizerSection
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.execution.check import check_job, try_job
 from raytrain_opt.execution.resolve import Placement, Resolved, resolve
-from raytrain_opt.optim.factory import build_optimizer
-from raytrain_opt.optim.lr_scheduler import ScheduledLR
+from raytrain_opt.optim.factory import build_optimizer, set_lr
 from raytrain_opt.pools.commands import Pretrain
 from raytrain_opt.pools.in_process import in_process_pools, open_learner
 from raytrain_opt.pools.protocol import fetch_initial_state
@@ -54,7 +54,7 @@ class OptimizerChoice:
     reason: str
     curve: tuple[CandidateRate, ...] = field(repr=False)
     optimizer: Optimizer = field(repr=False)
-    scheduler: ScheduledLR = field(repr=False)  # call step() after each update
+    scheduler: LambdaLR = field(repr=False)  # call step() after each update
 
 
 def find_optimizer(
@@ -134,7 +134,10 @@ def _choice(
     reason = decision.reason if decision else actions[0].reason
     section = resolved.learner.optimizers[actions[0].steps.optimizer]
     optimizer = build_optimizer(section, model, steps_per_epoch=resolved.steps.first)
-    scheduler = ScheduledLR(optimizer, _Recorded(tuple(lrs)))
+    peak = max(lrs)
+    set_lr(optimizer, peak)
+    factors = [lr / peak for lr in lrs] + [0.0]  # after the last update
+    scheduler = LambdaLR(optimizer, lambda step: factors[min(step, len(lrs))])
     name = str(section.name)
     return OptimizerChoice(name, max(lrs), tuple(lrs), reason, tuple(curve), optimizer, scheduler)
 
@@ -204,13 +207,3 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 def _with_numbers(section: OptimizerSection) -> OptimizerSection:
     args = {name: value for name, value in section.args.items() if value != "auto"}
     return section.model_copy(update={"args": args})
-
-
-@dataclass(frozen=True)
-class _Recorded:
-    """Rates of all updates; 0 after the last one."""
-
-    lrs: tuple[float, ...]
-
-    def lr(self, step: float) -> float:
-        return self.lrs[int(step)] if step < len(self.lrs) else 0.0
