@@ -14,7 +14,7 @@ import pytest
 from benchmarks.common import JOBS
 from benchmarks.comparison_tasks import SYNTHETIC
 from benchmarks.comparison_units import Cache
-from benchmarks.papers import large_batch, survey
+from benchmarks.papers import large_batch, stpt, survey
 from benchmarks.papers.trainings import accuracies, train_missing
 from raytrain_opt.config.load import load_job
 from raytrain_opt.optim.epoch_steps import epoch_steps
@@ -28,6 +28,14 @@ def test_every_row_is_a_job_at_every_batch() -> None:
         assert (job.seed, job.epochs, job.name) == (1, 12, "imagenet-resnet50-81920")
         assert job.global_batch_size == (batch // 4 if row == "growing" else batch)
         assert job.batch_size_per_worker <= 128
+
+
+def test_every_row_of_stpt_is_a_job() -> None:
+    jobs = {row: stpt.training(row, 40, seed=0).job(DATA) for row in stpt.rows(40)}
+    assert jobs.keys() >= stpt.PAPER.keys()
+    alphas = [jobs[f"alpha_{pct}"].learning_rate.model_dump()["alpha"] for pct in (8, 25, 100)]
+    assert alphas == [0.08, 0.25, 1.0]
+    assert jobs["local"].workers.count == 8
 
 
 def test_a_training_is_computed_once(tmp_path: Path) -> None:
