@@ -28,6 +28,7 @@ from raytrain_opt.search.policy import Candidate, CandidateResult, TryCandidates
 from raytrain_opt.train.data_parallel import sum_over_ranks
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.micro_batches import MicroBatches
+from raytrain_opt.train.phase import lone_failure
 from raytrain_opt.train.state import TrainingState
 
 # Of the rate of a candidate that shows whether an exception depends on the rate.
@@ -54,6 +55,12 @@ class LearnerHandler:
     def steps_before_failure(self, _: Command) -> Callable[[], object] | None:
         """Return None: what is repeated gives the same bits."""
         return None
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why a command that hangs may wait for others in vain: what made its phase fail."""
+        failure = self.learner.failure
+        return None if failure is None else lone_failure(failure)
 
     def close(self) -> None:
         """End loader processes."""

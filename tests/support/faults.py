@@ -136,6 +136,10 @@ class FaultyHandler:
     def steps_before_failure(self, command: Command) -> Callable[[], object] | None:
         return self.handler.steps_before_failure(command)
 
+    @property
+    def failure(self) -> Exception | None:
+        return self.handler.failure
+
     def close(self) -> None:
         self.handler.close()
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_opt.config.load import dump_job, parse_job
+from raytrain_opt.config.load import parse_job
 from raytrain_opt.errors import JobError
 from raytrain_opt.train.learner_config import LearnerConfig
 
@@ -71,19 +71,6 @@ def test_settings_that_need_synchronous_workers_are_refused(
     [problem] = caught.value.problems
     assert problem.path == path
     assert words in problem.rule
-
-
-@pytest.mark.parametrize("bound", [0, 16, None])
-def test_a_job_comes_back_as_it_was_written(bound: int | None) -> None:
-    parallel = {
-        **ASYNC,
-        "staleness_bound": bound,
-        "compression": "bf16",
-    }
-    job = parse_job({**GOOD, "parallel": parallel})
-    assert job.parallel.staleness_bound == bound
-    assert parse_job(dump_job(job)) == job
-    assert parse_job(dump_job(parse_job(GOOD))) == parse_job(GOOD)
 
 
 @pytest.mark.parametrize(

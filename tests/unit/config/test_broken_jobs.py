@@ -265,17 +265,6 @@ def test_a_schedule_free_optimizer_averages_by_itself(policy: str) -> None:
     assert problem.path == "average"
 
 
-def test_the_optimizers_to_choose_from_are_given_or_usual_ones() -> None:
-    for written, names in [
-        ("auto", ["Muon", "SGD", "ScheduleFreeSGD", "AdamW"]),
-        ("{name: auto, candidates: [SGD, {name: AdamW, args: {betas: [0.9, 0.95]}}]}", None),
-        ("SGD", ["SGD"]),
-    ]:
-        job = parse_job("\n".join([*GOOD.values(), HORIZON, f"optimizer: {written}"]))
-        assert [o.name for o in job.optimizers] == (names or ["SGD", "AdamW"])
-    assert job.optimizers[0].args["momentum"] == 0.9
-
-
 @pytest.mark.parametrize(
     ("changes", "search_on"),
     [
@@ -324,11 +313,6 @@ def test_all_broken_rules_of_a_section_are_reported_at_once() -> None:
         "learning_rate.milestones: must increase (given: [2, 1])",
         "learning_rate.half_epoch: is within the warm-up of 1 epochs (given: 1)",
     ]
-
-
-def test_an_unknown_data_set_hides_no_problem_elsewhere() -> None:
-    reported = problems("data: {name: cifra10, root: x}", "epochs: 0")
-    assert [problem.path for problem in reported] == ["data.name", "epochs"]
 
 
 def test_every_entry_of_a_list_is_judged() -> None:

@@ -188,17 +188,6 @@ def test_phases_can_be_left_early_and_repeated() -> None:
     assert torch.equal(first[0], again[0])
 
 
-def test_loader_processes_live_from_phase_to_phase() -> None:
-    with open_section(dataset_section(process_numbers, loader_workers=2)) as data:
-        pids = [
-            set(concatenate(read_epoch(data, number))[0][:, 0].tolist()) for number in range(3)
-        ]
-        test = set(concatenate(list(data.eval_batches("test", 0, 1, 2)))[0][:, 0].tolist())
-    assert len(pids[0]) == 2
-    assert pids[0] == pids[1] == pids[2] == test
-    assert os.getpid() not in pids[0]
-
-
 class ProcessNumbers(Noisy):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         return torch.tensor([os.getpid(), torch.get_num_threads()]), index
@@ -387,11 +376,6 @@ def test_a_file_with_two_classes_or_in_two_sets_is_refused(
         )
     with pytest.raises(DataError, match=rf"{image_tree}.* and {image_tree}.* are one file"):
         new_data(folder_section(image_tree))
-
-
-def test_one_folder_cannot_be_both_sets(image_tree: Path) -> None:
-    with pytest.raises(DataError, match="are one file"):
-        new_data(folder_section(image_tree, test_split="train"))
 
 
 def test_links_to_files_elsewhere_are_samples_and_broken_ones_are_named(image_tree: Path) -> None:
@@ -858,18 +842,6 @@ def test_wrong_samples_are_errors_when_read(
     section = samples_section(GOOD, sample, on_unreadable=on_unreadable, loader_workers=workers)
     with open_section(section) as data, pytest.raises(DataError, match=message):
         list(data.eval_batches("test", 0, 1, 1))
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_an_unreadable_sample_is_named_with_its_cause(workers: int) -> None:
-    with open_section(
-        dataset_section(args={"train_broken": (5, 9)}, loader_workers=workers)
-    ) as data:
-        with pytest.raises(DataError) as caught:
-            read_all(data)
-        assert len(concatenate(list(data.eval_batches("test", 0, 1, 2)))[1]) == 7
-    for text in ("of the train set of", "OSError: disk block", "data.on_unreadable: skip"):
-        assert text in str(caught.value)
 
 
 def test_the_first_samples_may_be_unreadable_when_skipping() -> None:

@@ -135,15 +135,6 @@ def test_an_epoch_has_every_training_sample_once_in_an_order_of_its_own(
     assert list(data.train_batches(1, [], 1, 12)) == []
 
 
-@pytest.mark.parametrize(("split", "size"), [("validation", 20), ("test", TEST_SIZE)])
-def test_the_ranks_evaluate_each_sample_once(open_numbers: Open, split: Any, size: int) -> None:
-    data = open_numbers()
-    for world_size in (1, 2, 3, 13):
-        parts = [samples(data.eval_batches(split, r, world_size, 4)) for r in range(world_size)]
-        assert len({sample for part in parts for sample in part}) == size
-        assert sum(map(len, parts)) == size
-
-
 def test_a_split_held_out_in_the_search_only_joins_the_training(open_numbers: Open) -> None:
     data, searched = open_numbers(only_in_search=True), open_numbers()
     info = data.info

@@ -16,7 +16,6 @@ from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.execution.check import check_job, try_job
 from raytrain_opt.search.stpt_horizon import HorizonStpt
 from tests.support.resolved import resolve_here
-from tests.support.synthetic_runs import write_schedule
 
 HERE = "on this machine (the job is checked where it starts)"
 
@@ -234,44 +233,6 @@ def test_muon_is_left_out_of_long_trainings_of_small_mlps(
     assert ("Muon" in [section.name for section in optimizers]) is has_muon
 
 
-def test_the_problems_of_all_sections_are_reported_at_once(tmp_path: Path) -> None:
-    reported = problems(
-        model="resnet9",
-        data="no_such_module:data",
-        optimizer="SDG",
-        loss="cross_entrpy",
-        learning_rate={"policy": "replay", "schedule": str(tmp_path / "none.json")},
-    )
-    assert [problem.path for problem in reported] == [
-        "model.name",
-        "data.name",
-        "learning_rate.schedule",
-        "optimizer.name",
-        "loss.name",
-    ]
-
-
-def test_array_files_are_checked_one_by_one(tmp_path: Path) -> None:
-    x = tmp_path / "x.npy"
-    x.touch()
-    missing = str(tmp_path / "y.npy")
-    reported = problems(
-        data={"name": "arrays", "train": [str(x), missing], "test": [str(tmp_path), str(x)]}
-    )
-    assert reported == [
-        Problem("data.train.1", f"no such file {HERE}", repr(missing)),
-        Problem("data.test.0", "must be a file", repr(str(tmp_path))),
-    ]
-
-
-def test_an_image_folder_needs_both_splits(tmp_path: Path) -> None:
-    (tmp_path / "train").mkdir()
-    reported = problems(data={"name": "image_folder", "root": str(tmp_path)})
-    assert [problem.path for problem in reported] == ["data.test_split"]
-    (tmp_path / "val").mkdir()
-    assert problems(data={"name": "image_folder", "root": str(tmp_path)}) == []
-
-
 def test_a_missing_image_folder_is_one_problem(tmp_path: Path) -> None:
     reported = problems(data={"name": "image_folder", "root": str(tmp_path / "none")})
     assert [(problem.path, problem.rule) for problem in reported] == [
@@ -295,9 +256,3 @@ def test_a_replayed_schedule_must_be_valid(tmp_path: Path, content: str) -> None
     file.write_text(content)
     reported = problems(learning_rate={"policy": "replay", "schedule": str(file)})
     assert [problem.path for problem in reported] == ["learning_rate.schedule"]
-
-
-def test_a_recorded_schedule_passes(tmp_path: Path) -> None:
-    file = tmp_path / "schedule.jsonl"
-    write_schedule(file, (0.1, 0.1), (0.1, 0.1))
-    assert problems(learning_rate={"policy": "replay", "schedule": str(file)}) == []

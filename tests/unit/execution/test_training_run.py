@@ -127,6 +127,8 @@ JOBS: dict[str, dict[str, Any]] = {
     },
     "plateau": {
         "epochs": 4,
+        "data": {"name": "digits", "drop_last": False},
+        "optimizer": {"name": "Muon", "lr_multipliers": {"0.*": 0.5}},
         "learning_rate": {
             "policy": "schedule",
             "shape": "plateau",
@@ -408,7 +410,8 @@ def uninterrupted(
     assert bool(run.outcome["rounds"]) == bool(max_candidates(job))
     restarts = any(line["restarts"] for line in run.outcome["schedule"])
     for line in run.outcome["schedule"]:  # of MUON, also where the default chooses it
-        assert line["auto_weight_decay"] == (line["optimizer"] == "Muon")
+        searched = job.learning_rate.policy == "stpt_horizon"
+        assert line["auto_weight_decay"] == (searched and line["optimizer"] == "Muon")
         is_watched = line["auto_weight_decay"] and line["epoch"] <= 8 and job.epochs == 16
         # On some processors the training of the optimizers that the search chooses collapses.
         assert restarts or bool(line["steps"]["held_out"]) == is_watched
@@ -498,20 +501,6 @@ def test_progress_does_not_depend_on_how_finely_workers_report_it(
     assert fractions[1] == pytest.approx(fractions[16])
     assert sorted(fractions[1]) == fractions[1]
     assert fractions[1][-1] == 1.0
-
-
-def test_the_output_says_where_a_run_resumes(tmp_path: Path) -> None:
-    job = tiny_job(tmp_path, **JOBS["stpt"])
-    processes = resume_until_finished(job, tmp_path, lambda moves: moves[-1] in CHECKPOINTS)
-    lines = [line for process in processes for line in process.output.splitlines()]
-    assert [line for line in lines if line.startswith("resumed")] == [
-        "resumed after round 1 of epoch 1",
-        "resumed after epoch 1",
-        "resumed after round 1 of epoch 2",
-        "resumed after epoch 2",
-        "resumed after round 1 of epoch 3",
-        "resumed after epoch 3",
-    ]
 
 
 @pytest.mark.parametrize("name", ["stpt", "schedule"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import random
 import subprocess
@@ -123,6 +124,8 @@ class Echo:
     def handle(self, command: Command, on_step: OnStep) -> Any:
         self.act(command, on_step)
         return command.name
+
+    failure: Exception | None = None
 
     def steps_before_failure(self, command: Command) -> Callable[[], object] | None:
         return (lambda: f"part of {command.name}") if isinstance(command, MainTrain) else None
@@ -321,13 +324,18 @@ class GroupMember:
 
 
 def live(
-    group: ThreadGroup, make_echo: Callable[[int], Echo], mailboxes: list[Any], grace_s: float = 0
+    group: ThreadGroup,
+    make_echo: Callable[[int], Echo],
+    mailboxes: list[Any],
+    grace_s: float = 0,
+    no_progress_s: float = math.inf,
 ) -> None:
     """Let each rank, a thread, execute commands until the pool is closed."""
 
     def run_rank(rank: int) -> None:
         resident = Resident("worker", rank, "node", rank, "log")
-        loop = CommandLoop(mailboxes[rank], resident, 60.0, grace_s, group.member(rank))
+        member = group.member(rank)
+        loop = CommandLoop(mailboxes[rank], resident, 60.0, grace_s, member, (), no_progress_s)
         loop.run(make_echo(rank))
 
     with ThreadPoolExecutor(group.size) as pool:
@@ -376,6 +384,22 @@ def test_a_rank_whose_exception_the_others_do_not_have_reports_it_itself() -> No
     live(group, make_echo, [mailbox, others])
     [failure] = others.replies
     assert "planted" in str(failure.error)
+
+
+def test_a_rank_for_which_the_others_wait_in_vain_says_what_it_raised() -> None:
+    """It went on after an exception, and the others wait in a collective of the model's own."""
+    group, mailbox, others = ThreadGroup(2), FakeMailbox(deque([EVALUATE])), FakeMailbox(deque())
+    reported = threading.Event()
+    others.on_send = lambda: others.replies and reported.set()
+
+    def make_echo(rank: int) -> Echo:
+        echo = Echo(lambda *_: reported.wait(20))
+        echo.failure = ValueError("planted") if rank else None
+        return echo
+
+    live(group, make_echo, [mailbox, others], no_progress_s=0.1)
+    assert "planted" in str(others.replies[0].error)
+    assert mailbox.replies == ["evaluate"] * 2
 
 
 class Stopping(FakeMailbox):

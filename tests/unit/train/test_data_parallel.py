@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_opt.config.updates import ParallelSection
-from raytrain_opt.errors import JobError
+from raytrain_opt.errors import JobError, UserCodeError
 from raytrain_opt.train.data_parallel import (
     Parallel,
     begin_communicator_warmup,
     bucket_arguments,
     distribute,
 )
+from raytrain_opt.train.micro_batches import MicroBatches
+from raytrain_opt.train.phase import Phase, failed_steps
 
 CPU = torch.device("cpu")
 
@@ -99,6 +101,21 @@ def test_a_group_that_cannot_add_the_compressed_dtype_is_refused(
         distribute(nn.Linear(4, 2), section(compression=compression))
     [problem] = caught.value.problems
     assert (problem.path, problem.value) == ("parallel.compression", compression)
+
+
+def test_a_rank_whose_gradients_nobody_waits_for_says_what_it_raised() -> None:
+    """The others wait in a collective of the model's own, and the exchange breaks."""
+    micro_batches = MicroBatches(range(1), 1)
+    phase = Phase(1, micro_batches, {}, search=True, held_out=0, loss_sum=torch.zeros(1))
+
+    def exchange() -> None:
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:545] Read error: connection reset")
+
+    with (
+        pytest.raises(UserCodeError, match=r"ValueError: planted \(at .*test_data_parallel.py:"),
+        failed_steps(phase, nn.Linear(1, 1), exchange),
+    ):
+        raise ValueError("planted")
 
 
 def test_the_error_of_an_early_connection_is_raised_by_wait() -> None:
