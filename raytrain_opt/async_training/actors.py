@@ -358,5 +358,5 @@ class AsynchronousWorkers:
         # Ray Train places each worker separately, so their number on this node is not known.
         workers_on_node = math.ceil(config.plan.workers / len(alive_nodes()))
         torch.set_num_threads(compute_threads(config.threads, workers_on_node))
-        learner = Learner(config.learner, config.fetch_shared_data(), ray.train.torch.get_device())
+        learner = Learner(*config.fetch_inputs(), ray.train.torch.get_device())
         return AsyncWorker(learner, context.get_world_rank(), self.server, ObjectStore())

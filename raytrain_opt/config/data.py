@@ -14,10 +14,12 @@ from raytrain_opt.config.section import (
     Location,
     NamedSection,
     NameOrFunction,
+    NameOrInstance,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Section,
+    is_function_name,
 )
 
 ArraySet = Literal["digits", "mnist", "fashion_mnist", "cifar10", "cifar100"]
@@ -73,9 +75,11 @@ class _DataSection(NamedSection):
     5,000 samples: during the whole training, or with policy stpt_horizon during the search and,
     with `weight_decay: auto`, half of the training. Default: 0.1, or 0 with policies without
     candidates that do not follow it (`learning_rate.plateau_on`)."""
-    sampler: Literal["random", "balanced"] = "random"
+    sampler: NameOrFunction = "random"
     """Samples of an epoch. random: each once. balanced: equally many of each class, so those of
-    small classes come several times, some of large classes in later epochs."""
+    small classes come several times, some of large classes in later epochs. Or
+    package.module:function: called with (samples, epoch, random), the numbers of the samples to
+    train on and a numpy Generator, it returns as many of them, in the order to train."""
     drop_last: bool = True
     """Leave out the samples of an epoch that do not fill a global batch; they differ from epoch to
     epoch. false: they are a last, smaller update."""
@@ -83,6 +87,11 @@ class _DataSection(NamedSection):
     """auto: use the mean and standard deviation of each channel over the training set (for
     image_folder those of ImageNet; float arrays are not normalized). none: do not normalize.
     [[means], [deviations]]: use these, for values scaled to 0..1."""
+
+    def broken_rules(self) -> Iterator[BrokenRule]:
+        """Refuse samplers that do not exist."""
+        if self.sampler not in ("random", "balanced") and not is_function_name(self.sampler):
+            yield "sampler", "must be random, balanced or package.module:function"
 
 
 class ArraySetData(_DataSection):
@@ -152,6 +161,7 @@ class ImageFolderData(_LoaderSection):
 
     def broken_rules(self) -> Iterator[BrokenRule]:
         """Refuse folders of splits beside a file that names the split of each image."""
+        yield from super().broken_rules()
         if self.labels is not None and (self.train_split, self.test_split) != ("train", "val"):
             yield "labels", "has a column split; remove train_split and test_split"
 
@@ -178,16 +188,28 @@ class ShardsData(_LoaderSection):
     """Size of the cache on each node; those used longest ago are removed. It has to hold two times
     shuffle_shards."""
 
+    def broken_rules(self) -> Iterator[BrokenRule]:
+        """Refuse an order of samples that would need all shards at once."""
+        yield from super().broken_rules()
+        if self.sampler not in ("random", "balanced"):
+            yield "sampler", "of your own would read all shards at once; use image_folder"
+
 
 class DatasetData(_LoaderSection):
     """Data of your own: a function returning (train, test), torch Datasets of (x, label)."""
 
-    name: NameOrFunction
-    """package.module:function."""
+    name: NameOrInstance
+    """package.module:function; from Python also the two Datasets."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
     num_classes: PositiveInt | None = None
     """Default: num_classes or len(classes) of the training Dataset."""
+    collate: NameOrFunction | None = None
+    """package.module:function, which makes a batch of a list of samples, such as padded texts.
+    Default: collate_fn of the training Dataset, else the stacked samples."""
+    group_by_length: PositiveInt | None = None
+    """Number of global batches whose samples are sorted by length together, such as 50, so that
+    batches need little padding. Needs `lengths` of the training Dataset. Default: not sorted."""
 
 
 def _data_kind(value: Any) -> str | None:
@@ -198,7 +220,7 @@ def _data_kind(value: Any) -> str | None:
         return "ArraySetData"
     if name in DATA_NAMES:
         return str(name)
-    is_missing = "name" not in section if isinstance(section, dict) else isinstance(section, tuple)
+    is_missing = isinstance(section, dict) and "name" not in section
     return None if is_missing or (isinstance(name, str) and ":" not in name) else "DatasetData"
 
 

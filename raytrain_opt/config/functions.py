@@ -10,7 +10,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from raytrain_opt.config.error_messages import nearest, shown
+from raytrain_opt.config.section import is_instance
 from raytrain_opt.errors import JobError, Problem, origin
+
+_WAS_OBJECT = "was an object given from Python, which a run directory does not hold"
+_PASS_AGAIN = "pass it again: run(Job(…), resume=RUN), or load_model(RUN, model=…)"
 
 
 def resolve_function(name: str | Callable[..., Any], path: str) -> Callable[..., Any]:
@@ -22,6 +26,8 @@ def resolve_function(name: str | Callable[..., Any], path: str) -> Callable[...,
     """
     if not isinstance(name, str):
         return name
+    if is_instance(name):
+        raise JobError([Problem(path, _WAS_OBJECT, shown(name), _PASS_AGAIN)])
     module_name, _, function = name.partition(":")
     if not module_name or not function or module_name.startswith("."):
         rule = "must have the form package.module:function"
@@ -55,7 +61,12 @@ def refuse_functions(functions: Iterable[tuple[str, object]], run_dir: str) -> N
     """
     rule = "names a function, and anybody may have written this run directory"
     hint = "add --trust (in Python trust=True) if you know that it is yours, or who made it"
-    problems = [Problem(field, rule, shown(name), hint) for field, name in functions]
+    problems = [
+        Problem(field, _WAS_OBJECT, shown(name), _PASS_AGAIN)
+        if is_instance(name)
+        else Problem(field, rule, shown(name), hint)
+        for field, name in functions
+    ]
     if problems:
         raise JobError(problems, run_dir)
 

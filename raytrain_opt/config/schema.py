@@ -33,6 +33,7 @@ from raytrain_opt.config.section import (
     Location,
     NamedSection,
     NameOrFunction,
+    NameOrInstance,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -57,10 +58,10 @@ CLASSIFICATION = "classification"
 class ModelSection(NamedSection):
     """The network to train."""
 
-    name: NameOrFunction
+    name: NameOrInstance
     """resnet8, cifar_resnet18, cifar_resnet45, cifar_resnet50, vgg16_bn, vgg16_one_bn (for small
     images), resnet45 (for large ones), small_cnn, a classification model of torchvision by its
-    name there, or a function of your own as package.module:function."""
+    name there, or a function of your own as package.module:function; from Python also a module."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the model's constructor or function."""
     weights: Location | None = None
@@ -75,9 +76,9 @@ class ModelSection(NamedSection):
 class TaskSection(NamedSection):
     """What is learned: classification, or a task of your own."""
 
-    name: NameOrFunction = CLASSIFICATION
+    name: NameOrInstance = CLASSIFICATION
     """classification, or package.module:Class with the methods training_loss and
-    validation_metrics; see tasks.md."""
+    validation_metrics (from Python also an object); see tasks.md."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class."""
 
@@ -96,9 +97,9 @@ class TaskSection(NamedSection):
 class LossSection(NamedSection):
     """The loss of classification."""
 
-    name: NameOrFunction = "cross_entropy"
+    name: NameOrInstance = "cross_entropy"
     """cross_entropy, or package.module:function: called with (output, labels), it returns the mean
-    over the batch."""
+    over the batch; from Python also a module."""
     label_smoothing: Fraction = 0.0
     """Only for cross_entropy."""
     class_weights: Literal["balanced"] | list[PositiveFloat] | None = None
@@ -305,6 +306,8 @@ class Job(Section):
         pairs: list[tuple[str, object]] = [
             ("model.name", self.model.name),
             ("data.name", self.data.name),
+            ("data.collate", getattr(self.data, "collate", None)),
+            ("data.sampler", self.data.sampler),
             ("task.name", self.task.name),
             ("loss.name", self.loss.name),
             *(("optimizer.name", optimizer.name) for optimizer in self.optimizers),

@@ -71,18 +71,25 @@ class LoadedBatch(NamedTuple):
     skipped: int
     error: DataError | UserCodeError | None
     load_s: float = 0.0
+    samples: int = 0
 
 
 class BatchReader(Dataset[Sample]):
     """The Dataset given to torch's DataLoader; its "indices" are one `BatchRequest`."""
 
     def __init__(
-        self, source: SampleSource, seed: int, skip: bool, policy: Policy | None = None
+        self,
+        source: SampleSource,
+        seed: int,
+        skip: bool,
+        policy: Policy | None = None,
+        collate: Callable[[list[Sample]], Any] = default_collate,
     ) -> None:
         self._source = source
         self._seed = seed
         self._skip = skip
         self._policy = policy
+        self._collate = collate
         # Generators of the user's Datasets, and the split and epoch where they were looked for.
         self._generators = find_generators(source)
         self._searched: tuple[SourceSplit, int] | None = None
@@ -119,8 +126,8 @@ class BatchReader(Dataset[Sample]):
         if not samples:
             rule = f"no sample of {request.name} can be read; the last: {reason}"
             return LoadedBatch((), len(request.indices), DataError(self._source.field, rule))
-        content = default_collate(samples)
-        return LoadedBatch(content, len(request.indices) - len(samples), None)
+        skipped = len(request.indices) - len(samples)
+        return LoadedBatch(self._collate(samples), skipped, None, samples=len(samples))
 
     def _read(self, request: BatchRequest, index: int, key: int) -> Sample:
         """Read a sample with its random numbers; again, if that has created a generator."""

@@ -16,9 +16,9 @@ from raytrain_opt.data import sampling, transforms
 from raytrain_opt.data.augmentation import Augmentation
 from raytrain_opt.data.base import Batch, DataInfo, TrainingData, count_classes, no_op
 from raytrain_opt.data.batch_reader import SourceSplit
-from raytrain_opt.data.copy_stream import CopyStream, send
 from raytrain_opt.data.in_memory_sets import Array, DatasetArrays
 from raytrain_opt.data.sampling import Indices
+from raytrain_opt.data.transforms import CopyStream, send
 from raytrain_opt.errors import DataError
 from raytrain_opt.results import Split
 
@@ -51,7 +51,10 @@ class InMemoryData(TrainingData):
         self._augment = _resolve_augment(section, is_image)
         self._more = Augmentation(self._augment, seed, shape, is_uint8=is_image)
         labels = arrays.train_y if section.sampler == "balanced" else None
-        self._split = sampling.TrainingSplit(len(x), hold_out, seed, balanced_labels=labels)
+        sampler = sampling.own_sampler(section.sampler)
+        self._split = sampling.TrainingSplit(
+            len(x), hold_out, seed, balanced_labels=labels, sampler=sampler
+        )
         field = "data.train.1" if section.name == "arrays" else "data.name"
         self._seed = seed
         auto = None
@@ -113,12 +116,12 @@ class InMemoryData(TrainingData):
             x, y = store.take(samples[start : start + batch_size], self.on_copy)
             yield Batch(self._transform(x), y)
 
-    def two_samples(self, split: SourceSplit) -> Batch:
-        """See `TrainingData.two_samples`."""
+    def first_samples(self, split: SourceSplit, count: int = 2) -> Batch:
+        """See `TrainingData.first_samples`."""
         is_train = split == "train"
         indices = self._split.training.samples if is_train else np.arange(self.info.test_size)
         store = self._train_store if is_train else self._test_store
-        x, y = store.take(np.resize(indices[:2], 2), no_op)
+        x, y = store.take(np.resize(indices[:count], count), no_op)
         return Batch(self._transform(x), y)
 
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.data import DatasetData, HoldOut, ImageFolderData, ShardsData
@@ -27,11 +27,11 @@ from raytrain_opt.data.batch_reader import (
     SourceSplit,
     keep_batch,
 )
-from raytrain_opt.data.copy_stream import CopyStream
 from raytrain_opt.data.image_folder import ImageFolderSource
 from raytrain_opt.data.nesting import leaves, map_leaves
 from raytrain_opt.data.sampling import Indices, Purpose
 from raytrain_opt.data.shards import ShardSource
+from raytrain_opt.data.transforms import CopyStream
 from raytrain_opt.data.user_datasets import UserDatasetSource
 from raytrain_opt.errors import DataError
 from raytrain_opt.results import Split
@@ -90,12 +90,19 @@ class DataLoaderData(TrainingData):
             rule = "balanced needs the class of each sample: `targets` of the training Dataset"
             raise DataError("data.sampler", rule)
         permutation = self._shards.permutation if self._shards else np.random.Generator.permutation
+        lengths, window = None, getattr(section, "group_by_length", None)
+        if window is not None:
+            assert isinstance(source, UserDatasetSource)
+            lengths = source.lengths()
         self._split = sampling.TrainingSplit(
             source.size("train"),
             hold_out,
             seed,
             permutation,
             source.labels if is_balanced else None,
+            sampler=sampling.own_sampler(section.sampler),
+            lengths=lengths,
+            window=window or 1,
         )
         self._augment = Augmentation(section.augment, seed, shape, is_uint8=source.is_image)
         self._test = np.arange(source.size("test"))
@@ -117,7 +124,8 @@ class DataLoaderData(TrainingData):
         self._pairs = classification or not isinstance(source, UserDatasetSource)
         self._copies, self._section = CopyStream(device), section
         skip = section.on_unreadable == "skip"
-        self._reader = BatchReader(source, seed, skip, self._augment.policy)
+        collate = getattr(source, "collate", default_collate)
+        self._reader = BatchReader(source, seed, skip, self._augment.policy, collate)
         self._loader = _ReusedLoader(section, self._reader, device)
 
     def train_batches(
@@ -131,7 +139,9 @@ class DataLoaderData(TrainingData):
         held_out: int = 0,
     ) -> Iterator[Batch]:
         """See `TrainingData.train_batches`."""
-        order = self._split.order(epoch, search=search, held_out=held_out)
+        order = self._split.order(
+            epoch, search=search, held_out=held_out, global_batch_size=global_batch_size
+        )
         requested: deque[tuple[int, sampling.MicroBatch]] = deque()
 
         def requests() -> Iterator[BatchRequest]:
@@ -179,34 +189,40 @@ class DataLoaderData(TrainingData):
 
     def check_samples(self) -> None:
         """Read a few samples, spread over each set, in this process. Raises DataError."""
-        self._read_here("train")
-        self._read_here("test")
+        for split in ("train", "test"):
+            error = self._read_here(split, self._spread(split).tolist()).error
+            if error is not None:
+                raise error
 
-    def two_samples(self, split: SourceSplit) -> Batch:
-        """See `TrainingData.two_samples`."""
-        loaded = self._read_here(split, 2)
-        if loaded.error is not None:  # both are unreadable, and such samples are skipped
-            loaded = self._read_here(split)
-        content = map_leaves(
-            lambda tensor: torch.cat((tensor, tensor))[:2] if len(tensor) == 1 else tensor[:2],
-            loaded.content,
-        )
-        return self._to_device(content, 0)
-
-    def _read_here(self, split: SourceSplit, count: int = _CHECKED_SAMPLES) -> LoadedBatch:
-        """Read samples that are spread over a set in this process. Raises DataError."""
-        indices, purpose = self._split.training.samples, Purpose.VALIDATION_SAMPLE
-        if split == "test":
-            indices, purpose = self._test, Purpose.TEST_SAMPLE
-        spread = np.linspace(0, len(indices) - 1, count).astype(np.int64)
-        # Shards of a storage would all be copied.
-        samples = indices[:1] if self._shards else indices[np.unique(spread)]
-        self._prepare(split, samples, 0, len(samples))
-        request = BatchRequest(f"the {split} set", split, purpose, 0, samples.tolist())
-        loaded = self._reader.__getitems__([request])
-        if loaded.error is not None and (count > 2 or not loaded.skipped):
+    def first_samples(self, split: SourceSplit, count: int = 2) -> Batch:
+        """See `TrainingData.first_samples`."""
+        readable: list[int] = []
+        for index in self._spread(split).tolist():
+            loaded = self._read_here(split, [index])
+            if loaded.error is None:
+                readable.append(index)
+            elif not loaded.skipped:
+                raise loaded.error
+            if len(readable) == count:
+                break
+        if not readable:
+            assert loaded.error is not None
             raise loaded.error
-        return loaded
+        return self._to_device(self._read_here(split, (readable * count)[:count]))
+
+    def _spread(self, split: SourceSplit) -> Indices:
+        """Return a few samples that are spread over a set."""
+        indices = self._test if split == "test" else self._split.training.samples
+        spread = np.linspace(0, len(indices) - 1, _CHECKED_SAMPLES).astype(np.int64)
+        # Shards of a storage would all be copied.
+        return indices[:1] if self._shards else indices[np.unique(spread)]
+
+    def _read_here(self, split: SourceSplit, samples: list[int]) -> LoadedBatch:
+        """Read samples in this process."""
+        purpose = Purpose.TEST_SAMPLE if split == "test" else Purpose.VALIDATION_SAMPLE
+        self._prepare(split, np.asarray(samples), 0, len(samples))
+        request = BatchRequest(f"the {split} set", split, purpose, 0, samples)
+        return self._reader.__getitems__([request])
 
     @property
     def processes(self) -> int:
@@ -227,14 +243,16 @@ class DataLoaderData(TrainingData):
     def _copy(self, content: Any) -> Any:
         """Return a batch's tensors on the device, in their nesting."""
         copies = iter(self._copies.copy(*leaves(content)))
-        return map_leaves(lambda _: next(copies), content)
+        return map_leaves(
+            lambda leaf: next(copies) if isinstance(leaf, torch.Tensor) else leaf, content
+        )
 
-    def _to_device(self, content: Any, skipped: int) -> Batch:
-        content = self._copy(content)
+    def _to_device(self, loaded: LoadedBatch) -> Batch:
+        content, skipped = self._copy(loaded.content), loaded.skipped
         if not self._pairs:
-            return Batch(content, None, skipped)
+            return Batch(content, None, skipped, samples=loaded.samples)
         x, y = content
-        return Batch(self._transform(x), y, skipped)
+        return Batch(self._transform(x), y, skipped, samples=loaded.samples)
 
     def _batches(
         self, requests: Iterator[BatchRequest], *, evaluation: bool = False
@@ -248,7 +266,7 @@ class DataLoaderData(TrainingData):
                 raise loaded.error
             is_empty = False
             self.on_copy()
-            yield self._to_device(loaded.content, loaded.skipped)
+            yield self._to_device(loaded)
         if unreadable is not None and is_empty:
             raise unreadable
 

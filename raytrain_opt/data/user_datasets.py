@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import IterableDataset, default_collate
 
 from raytrain_opt.config.data import DatasetData
 from raytrain_opt.config.functions import resolve_function
-from raytrain_opt.config.section import function_name
-from raytrain_opt.data.base import channel_axis, layout_note
+from raytrain_opt.config.section import Instance, function_name
+from raytrain_opt.data.base import channel_axis, digest, layout_note
 from raytrain_opt.data.batch_reader import Sample, SourceSplit, cause
-from raytrain_opt.data.fingerprint import digest
 from raytrain_opt.data.nesting import leaves, map_leaves
 from raytrain_opt.data.sampling import Indices, Purpose, sample_seed
 from raytrain_opt.data.transforms import MeanStd
@@ -50,11 +50,15 @@ class UserDatasetSource:
         if isinstance(names, Collection) and len(names) == self.num_classes:
             self.class_names = tuple(map(str, names))
         self.notes: tuple[str, ...] = ()
+        collate = section.collate or getattr(self._datasets["train"], "collate_fn", None)
+        self._collate = None if collate is None else resolve_function(collate, "data.collate")
         self.example = self._probe(section.on_unreadable == "skip")
         first = next(leaves(self.example))
         self.sample_shape: tuple[int, ...] = tuple(first.shape)
-        self.is_image = classification and first.dtype == torch.uint8
-        self._expected = _describe(self.example[0] if classification else self.example)
+        if self._collate is not None:
+            self.sample_shape = self.sample_shape[1:]
+        self.is_image = classification and first.dtype == torch.uint8 and self._collate is None
+        self._expected = self._describe(self.example)
 
     @property
     def labels(self) -> Indices | None:
@@ -80,12 +84,14 @@ class UserDatasetSource:
 
     def read(self, split: SourceSplit, index: int, augment: bool) -> Sample:
         """Return one checked sample; `augment` is unused, as the Dataset itself augments."""
+        if self._collate is not None:
+            return self._datasets[split][index]
         sample = self._sample(split, index)
-        checked, name = (sample[0], "x") if self._classification else (sample, "it")
-        if _describe(checked) != self._expected:
+        if (described := self._describe(sample)) != self._expected:
+            name = "x" if self._classification else "it"
             rule = (
-                f"{name} is {_describe(checked)} but the first training sample's is "
-                f"{self._expected}; all must be the same, e.g. by a resize in the Dataset"
+                f"{name} is {described} but the first training sample's is {self._expected}; all "
+                "must be the same, e.g. by a resize in the Dataset, or data.collate pads them"
             )
             raise self._error(split, index, rule)
         if not self._classification:
@@ -96,12 +102,65 @@ class UserDatasetSource:
             raise self._error(split, index, f"{rule}correct the label or data.num_classes")
         return (x.permute(1, 2, 0).contiguous() if self.is_image else x), label
 
+    def collate(self, samples: list[Sample]) -> Any:
+        """Return the batch of the samples: stacked, or by the user's function, checked.
+
+        In it arrays become tensors and float64 becomes float32. Raises DataError.
+        """
+        if self._collate is None:
+            return default_collate(samples)
+        try:
+            batch = map_leaves(_as_tensor, self._collate(samples))
+        except Exception as error:
+            kind = type(samples[0]).__name__
+            rule = f"raised {cause(error)}; called with a list of {len(samples)} samples ({kind})"
+            raise DataError("data.collate", rule) from error
+        if not any(True for _ in leaves(batch)):
+            rule = f"must return tensors, or a dict, list or tuple with them, not {batch!r:.100}"
+            raise DataError("data.collate", rule)
+        return self._checked_pair(batch) if self._classification else batch
+
+    def _checked_pair(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return x and y of a collated batch. Raises DataError unless y are classes."""
+        match batch:
+            case (torch.Tensor() as x, torch.Tensor() as y) if (
+                y.shape == x.shape[:1] and not y.is_floating_point()
+            ):
+                if ((y >= 0) & (y < self.num_classes)).all():
+                    return x, y.long()
+                rule = f"y has classes {int(y.min())} to {int(y.max())}, outside 0 to"
+                raise DataError(
+                    "data.collate", f"{rule} {self.num_classes - 1} (data.num_classes)"
+                )
+        rule = "must return (x, y), x [samples, ...] and class numbers y [samples], or the job "
+        rule += f"needs a task of its own; it returned {_describe(batch)}"
+        raise DataError("data.collate", rule)
+
+    def lengths(self) -> Indices:
+        """Return `lengths` of the training Dataset. Raises DataError."""
+        size = self.size("train")
+        lengths = np.asarray(getattr(self._datasets["train"], "lengths", ()))
+        if lengths.shape != (size,):
+            rule = f"needs `lengths` of the training Dataset, a number for each of its {size}"
+            raise DataError("data.group_by_length", f"{rule} samples, such as its tokens")
+        return lengths
+
+    def _describe(self, sample: Sample) -> str:
+        """Return types and shapes of a sample; of a collated one the types, which are alike."""
+        if self._collate is None:
+            return _describe(sample[0] if self._classification else sample)
+        return str(map_leaves(lambda leaf: str(getattr(leaf, "dtype", leaf)), sample))
+
     def describe(self, split: SourceSplit, index: int) -> str:
         """Return the data set and the index, for an error message."""
         return f"sample {index} of the {split} set of {self._name} cannot be read"
 
     def _check_dataset(self, split: SourceSplit) -> None:
         dataset, name = self._datasets[split], f"the {split} set of {self._name}"
+        if isinstance(dataset, IterableDataset):
+            rule = "of which no order can follow from the seed, and no epoch be resumed; wrap "
+            rule += "list(dataset) in a Dataset, or write its samples to files"
+            raise DataError(self.field, f"{name} is an IterableDataset, {rule}")
         if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
             rule = "it must be a map-style Dataset with __len__ and __getitem__"
             raise DataError(self.field, f"{name} is {type(dataset).__name__}; {rule}")
@@ -128,6 +187,8 @@ class UserDatasetSource:
         while True:
             try:
                 with seeded(index):
+                    if self._collate is not None:
+                        return self.collate([self._datasets["train"][index]])
                     return self._sample("train", index)
             except DataError:
                 raise
@@ -199,13 +260,14 @@ def _call(
     try:
         # A function that generates its data must generate the same in every process.
         with seeded(sample_seed(seed, Purpose.USER_FUNCTION, 0, 0)):
-            pair = function(**args)
+            # Datasets themselves are not copied: they may be large.
+            pair = function.value if isinstance(function, Instance) else function(**args)
     except Exception as error:
         rule = f"{shown}, called with data.args {args}, raised {cause(error)}"
         raise DataError("data.name", rule) from error
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        rule = f"{shown} must return (train, test), two torch Datasets"
-        raise DataError("data.name", f"{rule}; it returned {type(pair).__name__}")
+        rule = f"{shown} must return or be (train, test), two torch Datasets"
+        raise DataError("data.name", f"{rule}, not {type(pair).__name__}")
     return {"train": pair[0], "test": pair[1]}
 
 
@@ -217,6 +279,19 @@ def _convert(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.float32)
 
 
+def _as_tensor(leaf: Any) -> Any:
+    """Return what can be a tensor as one, as the device takes it; other values as they are."""
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
+        leaf = torch.from_numpy(np.array(leaf))
+    is_tensor = isinstance(leaf, torch.Tensor)
+    return leaf.float() if is_tensor and leaf.dtype == torch.float64 else leaf
+
+
 def _describe(sample: Sample) -> str:
-    described = map_leaves(lambda tensor: f"{tensor.dtype} {list(tensor.shape)}", sample)
+    described = map_leaves(_kind, sample)
     return described if isinstance(described, str) else str(described).replace("'", "")
+
+
+def _kind(leaf: Any) -> str:
+    is_tensor = isinstance(leaf, torch.Tensor)
+    return f"{leaf.dtype} {list(leaf.shape)}" if is_tensor else type(leaf).__name__

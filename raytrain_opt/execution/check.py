@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from raytrain_opt.data.loader import DataLoaderData
     from raytrain_opt.train.task import Task
 
+_DATA_FUNCTIONS = ("name", "collate", "sampler")
 # Returns the number of threads to train with, by batch size of a worker and largest number.
 ChooseThreads = Callable[[int, int], int]
 
@@ -77,7 +78,17 @@ def check_sections(sections: Mapping[str, Any]) -> list[Problem]:
 
 
 def check_data(data: DataSection) -> list[Problem]:
-    """Return every problem of the files, folders or function that the data are read from."""
+    """Return every problem of the functions, files or folders that the data are read from."""
+    fields = {f"data.{field}": getattr(data, field, None) for field in _DATA_FUNCTIONS}
+    checks = (
+        partial(resolve_function, function, field)
+        for field, function in fields.items()
+        if function is not None and is_function_name(function)
+    )
+    return [*(p for check in checks for p in problems_of(check)), *_check_files(data)]
+
+
+def _check_files(data: DataSection) -> list[Problem]:
     match data:
         case ArraysData():
             pairs = {"train": data.train, "test": data.test}
@@ -104,7 +115,7 @@ def check_data(data: DataSection) -> list[Problem]:
         case ArraySetData():
             hint = "data.download: true downloads the set"
             return _check_path("data.root", data.root, folder=True, hint=hint)
-    return problems_of(lambda: resolve_function(data.name, "data.name"))
+    return []
 
 
 def try_job(
@@ -167,7 +178,9 @@ def read_data(job: Job) -> tuple[SharedData, DataInfo, tuple[Batch, Batch]]:
     )
     try:
         data.check_samples()
-        samples = data.two_samples("train"), data.two_samples("test")
+        is_one = job.batch_size_per_worker == 1 and job.batch_size_search is None
+        train = data.first_samples("train", 1 if is_one else 2)
+        samples = train, data.first_samples("test")
     finally:
         data.close()
     source = cast("DataLoaderData", data).source if shared is None else shared
@@ -188,9 +201,8 @@ def _try_network(
     from torch.nn import GroupNorm
     from torch.nn.modules.batchnorm import _NormBase  # of BatchNorm and InstanceNorm
 
-    from raytrain_opt.optim.factory import group_parameters
+    from raytrain_opt.optim.factory import EMBEDDING, group_parameters
     from raytrain_opt.optim.muon import orthogonalization_flops
-    from raytrain_opt.optim.parameter_groups import EMBEDDING
     from raytrain_opt.train.pretrained import fit_pretrained, read_pretrained
     from raytrain_opt.train.task import build_task, count_flops
     from raytrain_opt.train.thread_choice import choose_threads
@@ -264,9 +276,6 @@ def _try_model(
             raise JobError([Problem("model.name", rule, hint="store it as a buffer")])
     train, test = samples
     try:
-        if job.batch_size_per_worker == 1 and job.batch_size_search is None:
-            one = map_leaves(lambda leaf: leaf if leaf is None else leaf[:1], (train.x, train.y))
-            train = replace(train, x=one[0], y=one[1])
         own = [o for o in job.optimizers if is_function_name(o.name)]
         optimizers = [build_optimizer(o, model, steps_per_epoch=1) for o in own]
         return check_steps(task, model, train, test, num_classes, optimizers)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
 from raytrain_opt.clock import utc_now
+from raytrain_opt.config.section import is_instance
 from raytrain_opt.execution.callbacks import Callbacks
 from raytrain_opt.execution.checkpoint_writer import CheckpointWriter
 from raytrain_opt.execution.resolve import Resolved
 from raytrain_opt.execution.training_run import TrainingRun
 from raytrain_opt.execution.workspace import Workspace
 from raytrain_opt.pools.protocol import Pools
-from raytrain_opt.recording.event_log import EventLog
-from raytrain_opt.recording.recorder import Recorder, versions
+from raytrain_opt.recording.recorder import EventLog, Recorder, versions
 from raytrain_opt.recording.records import (
     EpochRecord,
     EpochResult,
@@ -32,7 +32,7 @@ from raytrain_opt.report.formatting import duration, percent, plain, rate
 from raytrain_opt.results import Metric
 from raytrain_opt.search.noise_scale import summarize
 from raytrain_opt.storage import join, write_text
-from raytrain_opt.terminal.progress import print_summary
+from raytrain_opt.terminal import print_summary
 from raytrain_opt.train.trained_model import model_metadata
 from raytrain_opt.user_code import exits_as_errors
 
@@ -45,9 +45,9 @@ class RunResult:
     test_metric: float | None  # the one that decides (accuracy, 0..1); None: not evaluated
     best_test_metric: float | None
     best_epoch: int | None
-    lrs: tuple[float, ...]  # of every step
+    lrs: tuple[float, ...] = field(repr=False)  # of every step
     wall_s: float
-    summary: dict[str, Any]  # the content of result.json
+    summary: dict[str, Any] = field(repr=False)  # the content of result.json
 
 
 @contextmanager
@@ -180,7 +180,10 @@ def _facts(run: TrainingRun, record: ResultRecord, report: str) -> list[tuple[st
         preprocessing = run.info.preprocessing
         is_image = preprocessing is not None and preprocessing.is_image
         use = "predict {} IMAGE..." if is_image else "export {} --format torch_export"
-        facts.append(("next", f"raytrain-opt {use.format(quote(run_dir))}"))
+        command = f"raytrain-opt {use.format(quote(run_dir))}"
+        if is_instance(run.job.model.name):
+            command = f"load_model({run_dir!r}, model=…) in Python"
+        facts.append(("next", command))
     return facts
 
 

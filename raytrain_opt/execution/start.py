@@ -30,7 +30,7 @@ from raytrain_opt.pools.protocol import Pools, SynchronousTraining
 from raytrain_opt.pools.ray_pool import ProbingSlot, RayPool, running
 from raytrain_opt.pools.state_store import RayStateStore
 from raytrain_opt.recording.records import EpochRecord
-from raytrain_opt.train.learner_config import LearnerConfig
+from raytrain_opt.train.learner_config import OBJECT_SECTIONS, LearnerConfig
 
 # Seconds for the pools to leave a Ray that we started: it is shut down anyway.
 _OWN_RAY_STOP_S = 1.0
@@ -108,7 +108,9 @@ def prober_config(
     if plan.use_gpu:
         resources["GPU"] = max(1.0, resources["GPU"])
     return ResidentConfig(
-        learner=replace(LearnerConfig.from_job(job), worker_count=placement.workers),
+        learner=replace(
+            LearnerConfig.from_job(job).named(*OBJECT_SECTIONS), worker_count=placement.workers
+        ),
         candidate_batch=None,
         plan=replace(
             plan, slots=1, slot_resources=resources, slots_per_node=plan.workers_per_node
@@ -129,7 +131,7 @@ def start_pools(
 ) -> Iterator[Pools]:
     """Start both pools, and the parameter server of an asynchronous job; end them afterwards.
 
-    `shared`: the reference to the data that all processes share.
+    `shared`: the reference to the data and objects that all processes share.
     """
     job = resolved.job
     # Starting a process costs ten seconds of CPU, most of it imports. With too few cores the slots
@@ -137,7 +139,8 @@ def start_pools(
     cores = sum(node.get("CPU", 0.0) for node in total_resources())
     oversubscribed = cores < plan.slots + plan.workers
     stop_s = _OWN_RAY_STOP_S if owns_ray else job.timeouts.stop_s
-    with parameter_server(resolved.learner, resolved.info, job.max_restarts) as server:
+    network = resolved.learner.named("data", "task", "loss")
+    with parameter_server(network, resolved.info, job.max_restarts) as server:
         launcher = start_launcher(
             local=owns_ray, start_s=job.timeouts.start_s, import_all=not oversubscribed
         )
@@ -205,7 +208,7 @@ def _resident_config(
     """Return the settings of workers and slots."""
     job = resolved.job
     return ResidentConfig(
-        learner=resolved.learner,
+        learner=resolved.learner.named(*OBJECT_SECTIONS),
         candidate_batch=job.learning_rate.candidate_batch,
         plan=plan,
         min_workers=job.workers.min_workers,

@@ -15,9 +15,9 @@ from torch.nn.parameter import is_lazy
 from raytrain_opt.config.error_messages import nearest
 from raytrain_opt.config.functions import resolve_function
 from raytrain_opt.config.schema import ModelSection
-from raytrain_opt.config.section import is_function_name
+from raytrain_opt.config.section import Instance, is_function_name
 from raytrain_opt.errors import DataError, JobError, Problem, RaytrainOptError, origin, problems_of
-from raytrain_opt.models.registry import (
+from raytrain_opt.models.networks import (
     BUILTIN_MODELS,
     TORCHVISION_DEFAULTS,
     model_names,
@@ -203,16 +203,24 @@ def _call_user_function(
     accepted = {key: data_args[key] for key in _DATA_ARGUMENTS if key in keys}
     try:
         model = function(**{**accepted, **args})
+        if isinstance(function, Instance):
+            _require_cpu(model)
     except RaytrainOptError:
         raise
     except Exception as error:
         rule = f"the model's function raised {type(error).__name__}: {error}"
         raise JobError([Problem("model.name", rule, None, f"at {origin(error)}")]) from error
     if not isinstance(model, nn.Module):
-        rule = f"must return a torch.nn.Module, but returned {type(model).__name__}"
+        rule = f"must be or return a torch.nn.Module, not {type(model).__name__}"
         name = getattr(function, "__qualname__", repr(function))
         raise JobError([Problem("model.name", rule, name)])
     return model
+
+
+def _require_cpu(model: Any) -> None:
+    if isinstance(model, nn.Module) and any(p.device.type != "cpu" for p in model.parameters()):
+        rule = "must be on the CPU: each worker moves its copy to its own device"
+        raise JobError([Problem("model.name", rule, hint="pass model.cpu()")])
 
 
 def _rejected(name: str, args: dict[str, Any], error: Exception) -> Problem:

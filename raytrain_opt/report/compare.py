@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from raytrain_opt.config.load import flatten
@@ -37,49 +36,16 @@ def letter(index: int) -> str:
 
 
 def comparison_plots(runs: Sequence[RunRecords]) -> list[Plot]:
-    """Plot the metric that decides over wall time and over samples; none if metrics differ."""
-    metric = runs[0].metric
-    if any(run.metric != metric for run in runs):
+    """Plot the metric that decides over wall time; none if metrics differ."""
+    if any(run.metric != runs[0].metric for run in runs):
         return []
-    time = "time since the start of each run, searches included"
-    samples = "trained samples, samples of searches included"
-    return [
-        _curves("metric_over_time", time, "seconds", runs, [run.ends_s for run in runs]),
-        _curves("metric_over_samples", samples, "samples", runs, list(map(samples_at_ends, runs))),
-    ]
-
-
-def samples_at_ends(run: RunRecords) -> list[int]:
-    """Return the samples of training and search until the end of each epoch."""
-    # With candidate_batch `local`, a candidate trains one worker's part of the global batch.
-    local = run.job["learning_rate"].get("candidate_batch") == "local"
-    samples = []
-    for epoch in run.epochs:
-        rounds = run.rounds_by_epoch.get(epoch.epoch, ())
-        steps = run.first_step(epoch.epoch + 1) - run.first_step(epoch.epoch)
-        kept = sum(record.kept_steps for record in rounds)
-        main_steps = max(steps - kept, 0)
-        batch = epoch.samples / main_steps if main_steps else run.global_batch_size
-        tried = sum(record.pretrain_steps * len(record.candidates) for record in rounds)
-        samples.append(round(steps * batch + tried * batch / (run.workers if local else 1)))
-    return list(accumulate(samples))
-
-
-def _curves(
-    name: str,
-    over: str,
-    unit: str,
-    runs: Sequence[RunRecords],
-    ends: Sequence[Sequence[float]],
-) -> Plot:
-    """Plot the metric over the `ends` of the epochs of each run."""
     points = [
         [
-            (x, e.test_metric)
-            for x, e in zip(of_run, run.epochs, strict=True)
-            if e.test_metric is not None
+            (end_s, epoch.test_metric)
+            for end_s, epoch in zip(run.ends_s, run.epochs, strict=True)
+            if epoch.test_metric is not None
         ]
-        for run, of_run in zip(runs, ends, strict=True)
+        for run in runs
     ]
     metric = runs[0].metric
     label = f"test {metric.name}"
@@ -90,7 +56,7 @@ def _curves(
             hue = color(SERIES[index % len(SERIES)])
             marker = "." if len(curve) < 100 else ""
             draw_line(axes, curve, style, color=hue, marker=marker, label=letter(index))
-        axes.set(xlabel=unit, ylabel=label)
+        axes.set(xlabel="seconds", ylabel=label)
         thousands(axes, "x")
         if metric.is_fraction:
             percent_axis(axes)
@@ -100,9 +66,11 @@ def _curves(
         for index, curve in enumerate(points)
         for x, value in curve
     ]
-    caption = f"Test {metric.name} over {over}."
-    table = Table(name, caption, ("run", unit, label), rows)
-    return draw(name, f"Test {metric.name} over {unit}", caption, paint, table)
+    caption = f"Test {metric.name} over time since the start of each run, searches included."
+    name, title = "metric_over_time", f"Test {metric.name} over seconds"
+    return [
+        draw(name, title, caption, paint, Table(name, caption, ("run", "seconds", label), rows))
+    ]
 
 
 def summaries_table(summaries: Sequence[RunSummary]) -> Table:

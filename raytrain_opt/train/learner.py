@@ -92,7 +92,7 @@ class Learner:
             self.task = build_task(config.task, config.loss, self.info, device)
         self.model = self._build_model()
         with batch_norm.count_values_per_channel(self.model) as self._values_per_channel:
-            samples = self.data.two_samples("train")
+            samples = self.data.first_samples("train")
             names = find_metric_names(self.task, self.model, samples)
         self._evaluator = Evaluator(
             self.model, self.task, names, self.data, self.autocast, self._seed, self._attempt

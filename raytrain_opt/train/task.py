@@ -18,7 +18,7 @@ from torch.nn import functional
 from raytrain_opt.config.error_messages import nearest
 from raytrain_opt.config.functions import resolve_function
 from raytrain_opt.config.schema import CLASSIFICATION, LossSection, TaskSection
-from raytrain_opt.config.section import NameOrFunction, is_function_name
+from raytrain_opt.config.section import Instance, NameOrFunction, is_function_name
 from raytrain_opt.data.base import Batch, DataInfo
 from raytrain_opt.data.batch_reader import cause
 from raytrain_opt.data.nesting import leaves, map_leaves
@@ -44,7 +44,12 @@ class Classification:
 
     metric = "accuracy"
 
-    def __init__(self, section: LossSection, class_weights: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        section: LossSection,
+        class_weights: Tensor | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
         """Raise JobError with the problems that `check_loss` finds."""
         if problems := check_loss(section):
             raise JobError(problems)
@@ -53,7 +58,7 @@ class Classification:
         self.loss: Callable[..., Tensor] = (
             partial(functional.cross_entropy, label_smoothing=section.label_smoothing)
             if self._is_cross_entropy
-            else partial(_call_user_loss, resolve_function(section.name, "loss.name"))
+            else partial(_call_user_loss, _user_loss(section.name, device))
         )
 
     def training_loss(self, model: nn.Module, batch: Any) -> Tensor:
@@ -96,10 +101,11 @@ def check_task(section: TaskSection) -> list[Problem]:
         return [Problem("task.args", rule)] if section.args else []
     if problems := _check_name(name, "task.name", CLASSIFICATION, "package.module:Class"):
         return problems
-    task = resolve_function(name, "task.name")
+    task: Any = resolve_function(name, "task.name")
+    task = task.value if isinstance(task, Instance) else task
     methods = ("training_loss", "validation_metrics")
     missing = [m for m in methods if not hasattr(task, m)]
-    rule = f"must be a class with the methods {' and '.join(methods)}(model, batch)"
+    rule = f"must be a class or object with the methods {' and '.join(methods)}(model, batch)"
     return [Problem("task.name", rule, f"without {', '.join(missing)}")] if missing else []
 
 
@@ -110,7 +116,7 @@ def build_task(
     if problems := check_task(section):
         raise JobError(problems)
     if section.is_classification:
-        return Classification(loss, _class_weights(loss, info, device))
+        return Classification(loss, _class_weights(loss, info, device), device)
     try:
         task: Task = resolve_function(section.name, "task.name")(**section.args)
     except Exception as error:
@@ -237,6 +243,14 @@ def _check_name(name: NameOrFunction, path: str, built_in: str, form: str) -> li
         hint = nearest(str(name), [built_in], cutoff=0.4)
         return [Problem(path, f"must be {built_in} or {form}", repr(name), hint)]
     return problems_of(lambda: resolve_function(name, path))
+
+
+def _user_loss(name: NameOrFunction, device: torch.device | str) -> Callable[..., Any]:
+    function = resolve_function(name, "loss.name")
+    if not isinstance(function, Instance):
+        return function
+    loss = function()
+    return loss.to(device) if isinstance(loss, nn.Module) else loss
 
 
 def _call_user_loss(function: Callable[..., Any], output: Tensor, labels: Tensor) -> Tensor:

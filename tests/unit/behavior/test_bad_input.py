@@ -153,7 +153,7 @@ MISMATCHES = [
     (
         "model: 'tests.support.broken_parts:no_module'",
         "model.name",
-        "must return a torch.nn.Module",
+        "must be or return a torch.nn.Module",
     ),
     (
         "model: 'tests.support.broken_parts:breaks'",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import pytest
 
 from raytrain_opt.config.data import ArraySetData, HoldOut
+from raytrain_opt.config.functions import resolve_function
 from raytrain_opt.config.learning_rate import HorizonPolicy, SchedulePolicy, Warmup
 from raytrain_opt.config.load import dump_job, job_schema, load_job, parse_job
 from raytrain_opt.config.schema import Job
+from raytrain_opt.config.section import Instance
 from raytrain_opt.errors import JobError
 
 BASE: dict[str, Any] = {
@@ -155,9 +158,15 @@ def test_a_function_without_a_name_is_refused(field: str) -> None:
         dump_job(job)
 
 
-def test_datasets_in_place_of_their_function_are_refused() -> None:
-    with pytest.raises(JobError, match=r"data\.name: must be .* a function that returns the two"):
-        Job(**{**BASE, "data": ([1], [2])})
+def test_an_object_is_named_by_its_class_from_which_nobody_can_make_it() -> None:
+    objects: dict[str, Any] = {"model": Fraction(1), "task": Fraction(2), "data": (Fraction(3), 4)}
+    job = Job(**{**BASE, **objects})
+    assert isinstance(job.model.name, Instance)
+    assert job.model.name.value is objects["model"]
+    for field, name in parse_job(dump_job(job)).functions:
+        assert name == "instance of fractions:Fraction"
+        with pytest.raises(JobError, match=rf"{field}: was an object .*; pass it again: run\("):
+            resolve_function(name, field)
 
 
 def test_a_wrong_job_from_python_has_the_errors_of_a_file() -> None:

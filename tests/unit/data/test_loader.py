@@ -799,7 +799,7 @@ GOOD = (torch.zeros(2), 0)
         (dataset_section(lambda: (Fixed(GOOD),)), r"must return \(train, test\)"),
         (
             dataset_section(lambda: (Endless(), Fixed(GOOD))),
-            "the train set of .* is Endless; .*map-style",
+            "the train set of .* is an IterableDataset, .*wrap list",
         ),
         (dataset_section(lambda: (Fixed(GOOD), Fixed())), "the test set of .* is empty"),
         (
