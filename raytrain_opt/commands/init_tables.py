@@ -12,8 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from raytrain_opt.data.image_folder import image_paths
-from raytrain_opt.data.label_table import read_table, shorten
+from raytrain_opt.data.image_folder import image_paths, read_table, shorten
 from raytrain_opt.errors import DataError
 
 # Words for the sets in names of folders and files, and in tables; earlier ones are preferred.

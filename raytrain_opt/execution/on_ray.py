@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, cast
 import ray
 from ray import cloudpickle
 
-from raytrain_opt.cluster.autoscaling import plan_when_there_is_room
 from raytrain_opt.cluster.connection import check_address, ray_session, watch_preemption
 from raytrain_opt.cluster.ray_private import log_folder
-from raytrain_opt.cluster.resources import PoolPlan, PoolRequest
+from raytrain_opt.cluster.resources import PoolPlan, PoolRequest, plan_when_there_is_room
 from raytrain_opt.config.processes import TimeoutsSection
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import (

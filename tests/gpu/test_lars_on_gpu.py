@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from raytrain_opt.optim import LARS
-from raytrain_opt.optim.parameter_groups import parameter_groups
+from raytrain_opt.optim.factory import parameter_groups
 from tests.support.reference_lars import ReferenceLARS
 
 # The compiler and the debug mode warn about themselves, each version of torch differently.

@@ -17,11 +17,11 @@ from torch.utils.data import TensorDataset
 from raytrain_opt import Job
 from raytrain_opt.async_training import worker_loop
 from raytrain_opt.async_training.scheduler import EpochPhase, epoch_phase
-from raytrain_opt.async_training.update_conversion import convert
 from raytrain_opt.async_training.weight_shard import (
     Weights,
     advance_buffers,
     assemble_state,
+    convert,
     split_parameters,
 )
 from raytrain_opt.async_training.worker_loop import AsyncTrainer, WeightPrefetcher

@@ -10,7 +10,7 @@ from raytrain_opt import storage
 from raytrain_opt.commands import doctor
 from raytrain_opt.commands.doctor import Finding, NodeFacts, NodeInspector, check_nodes
 from raytrain_opt.errors import ResourcesError
-from raytrain_opt.monitoring.nvml import GpuState
+from raytrain_opt.monitoring import GpuState
 
 VERSIONS = {"python": "3.11.7", "ray": "2.60.0", "torch": "2.15.0"}
 HEAD, NODE = NodeFacts("head", VERSIONS), NodeFacts("node", VERSIONS)

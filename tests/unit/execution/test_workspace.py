@@ -30,7 +30,7 @@ from raytrain_opt.execution.resolve import Resolved
 from raytrain_opt.execution.signals import StopRequest, Terminated
 from raytrain_opt.execution.workspace import Frontend, Workspace, open_workspace
 from raytrain_opt.paths import RunPaths
-from raytrain_opt.terminal.progress import open_terminal
+from raytrain_opt.terminal import open_terminal
 from raytrain_opt.train.checkpoint import Checkpoints
 from raytrain_opt.train.state import TrainingState, capture
 from tests.support.small_jobs import small_job

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from raytrain_opt.optim import LARS, lars
-from raytrain_opt.optim.parameter_groups import parameter_groups
+from raytrain_opt.optim.factory import parameter_groups
 from tests.support.reference_lars import ReferenceLARS
 
 SHAPES = [(8, 3, 3, 3), (40, 40), (5, 7), (1, 1), (6,), (1,)]

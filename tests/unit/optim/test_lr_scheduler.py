@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from raytrain_opt.optim.lr_scheduler import ScheduledLR
+from raytrain_opt.optim.factory import ScheduledLR
 from raytrain_opt.optim.schedules import (
     ArcCotangent,
     Constant,

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from raytrain_opt.optim import Muon
+from raytrain_opt.optim.factory import parameter_groups
 from raytrain_opt.optim.muon import orthogonalization_flops, orthogonalize, split_work
-from raytrain_opt.optim.parameter_groups import parameter_groups
 from raytrain_opt.train.state import capture, restore
 from tests.support.reference_muon import ReferenceMuon
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_opt.optim.scaling import scale_lr
+from raytrain_opt.optim.schedules import scale_lr
 
 RULES = ["linear", "sqrt", "none"]
 

@@ -22,7 +22,7 @@ from raytrain_opt.pools.commands import (
     StateLost,
 )
 from raytrain_opt.pools.mailbox import RECORDED_RESIDENTS, Mailbox
-from raytrain_opt.recording.spans import Event, Span
+from raytrain_opt.recording.records import Event, Span
 
 T = TypeVar("T")
 LIMIT_S = 5.0

@@ -12,11 +12,15 @@ import pytest
 
 from raytrain_opt.errors import RecordError, StorageError
 from raytrain_opt.paths import RunPaths
-from raytrain_opt.recording import tensorboard
 from raytrain_opt.recording.reader import read_lines
 from raytrain_opt.recording.recorder import Recorder
-from raytrain_opt.recording.records import EpochRecord, ResultRecord, RoundRecord, ScheduleRecord
-from raytrain_opt.recording.spans import SpanRecord
+from raytrain_opt.recording.records import (
+    EpochRecord,
+    ResultRecord,
+    RoundRecord,
+    ScheduleRecord,
+    SpanRecord,
+)
 from raytrain_opt.results import Steps
 from raytrain_opt.search.noise_scale import NoiseScale
 from tests.support import synthetic_runs
@@ -273,7 +277,7 @@ def test_a_long_run_begins_new_files(
     recorder: Recorder, paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under a URI the file that grows is copied after every epoch."""
-    monkeypatch.setattr(tensorboard, "_FILE_POINTS", 40)
+    monkeypatch.setattr("raytrain_opt.recording.recorder._FILE_POINTS", 40)
     for number in range(1, 31):
         recorder.epoch(epoch(number), number)
         assert read_scalars(paths.tensorboard)["epoch/train_loss"] == (number, 0.5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
-from raytrain_opt.recording.base import RecordPart
+from raytrain_opt.recording.records import RecordPart
 
 
 def subclasses(model: type[BaseModel]) -> set[type[BaseModel]]:

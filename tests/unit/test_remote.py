@@ -16,12 +16,11 @@ from pathlib import Path
 import obstore
 import pytest
 
-from raytrain_opt import storage
+from raytrain_opt import remote, storage
 from raytrain_opt.errors import JobError, StorageError, TakenOverError
 from raytrain_opt.paths import RunPaths, check_run
 from raytrain_opt.recording.reader import read_lines
-from raytrain_opt.recording.spans import EventRecord
-from raytrain_opt.remote import lease, run_copy
+from raytrain_opt.recording.records import EventRecord
 from raytrain_opt.storage import append_lines, open_store, remove_tree, write_json, write_text
 from tests.support.s3_server import Fault, Request, S3Server, cut, delay, refuse
 
@@ -94,7 +93,7 @@ def test_of_a_record_only_what_is_new_is_copied(
     run: RunPaths, s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """1,000 epochs would otherwise send a record 1,000 times."""
-    for module in (storage, run_copy):
+    for module in (storage, remote):
         monkeypatch.setattr(module, "RECORD_PART", 1000)
     lines = [
         EventRecord(
@@ -125,7 +124,7 @@ def test_large_files_are_uploaded_in_parts(
     run: RunPaths, s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A part is repeated alone."""
-    monkeypatch.setattr(run_copy, "_UPLOAD_PART", 5 * 2**20)  # the least that S3 allows
+    monkeypatch.setattr(remote, "_UPLOAD_PART", 5 * 2**20)  # the least that S3 allows
     (run.checkpoints / "epoch-0001").mkdir()
     weights = run.checkpoints / "epoch-0001" / "weights.safetensors"
     weights.write_bytes(os.urandom(12 * 2**20))
@@ -418,7 +417,7 @@ def begin(run: RunPaths) -> None:
 
 
 def expire_leases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "LEASE_S", 0.0)
+    monkeypatch.setattr(remote, "LEASE_S", 0.0)
 
 
 def test_a_live_run_is_not_taken_over(run: RunPaths) -> None:
@@ -433,8 +432,8 @@ def test_a_live_run_is_not_taken_over(run: RunPaths) -> None:
 
 
 def test_a_lease_is_renewed(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "LEASE_S", 3.0)
-    monkeypatch.setattr(lease, "_RENEWAL_S", 0.2)
+    monkeypatch.setattr(remote, "LEASE_S", 3.0)
+    monkeypatch.setattr(remote, "_RENEWAL_S", 0.2)
     begin(run)
     name = "lease/000001"
     first = obstore.head(open_store(run.shown), name)["last_modified"]

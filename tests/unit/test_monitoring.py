@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from raytrain_opt import monitoring
 from raytrain_opt.config.batch_size import UtilizationSection
 from raytrain_opt.errors import JobError, ResourcesError
-from raytrain_opt.monitoring import nvml, samplers
-from raytrain_opt.monitoring.samplers import (
+from raytrain_opt.monitoring import (
     CpuSampler,
     UtilizationMonitor,
     open_sampler,
@@ -62,7 +62,7 @@ def test_the_cpu_is_watched_where_there_is_no_gpu_or_the_job_says_so(
 
 @pytest.mark.parametrize("sampler", ["auto", "nvml"])
 def test_a_gpu_is_watched_by_nvml(sampler: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvml, "NvmlSampler", lambda uuid: uuid)
+    monkeypatch.setattr(monitoring, "NvmlSampler", lambda uuid: uuid)
     assert open_sampler(section(sampler), threads=1, gpu_uuid="GPU-1") == "GPU-1"
 
 
@@ -82,8 +82,8 @@ def test_nvml_without_a_gpu_is_an_error_of_the_job() -> None:
 def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A clock and the CPU time of this process, which the test sets."""
     fake_machine = SimpleNamespace(now_s=100.0, cpu_s=0.0)
-    monkeypatch.setattr(samplers, "process_time", lambda: fake_machine.cpu_s)
-    monkeypatch.setattr(samplers, "monotonic_s", lambda: fake_machine.now_s)
+    monkeypatch.setattr(monitoring, "process_time", lambda: fake_machine.cpu_s)
+    monkeypatch.setattr(monitoring, "monotonic_s", lambda: fake_machine.now_s)
     return fake_machine
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from raytrain_opt.errors import ResourcesError
-from raytrain_opt.monitoring.nvml import GpuState, NvmlSampler, gpu_states
+from raytrain_opt.monitoring import GpuState, NvmlSampler, gpu_states
 
 CPU_INSTEAD = "batch_size_search.utilization.sampler: cpu"
 H100 = "NVIDIA H100"
@@ -105,7 +105,7 @@ Machine = Callable[..., FakeNvml]
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     def install(*gpus: FakeGpu, **values: Any) -> FakeNvml:
         nvml = FakeNvml(*gpus, **values)
-        monkeypatch.setattr("raytrain_opt.monitoring.nvml.pynvml", nvml)
+        monkeypatch.setattr("raytrain_opt.monitoring.pynvml", nvml)
         return nvml
 
     return install

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from raytrain_opt.recording.records import EpochRecord
-from raytrain_opt.terminal.progress import Bar, Terminal, epoch_text, open_terminal, print_summary
+from raytrain_opt.terminal import Bar, Terminal, epoch_text, open_terminal, print_summary
 from tests.support.synthetic_runs import evaluation
 
 
