@@ -20,7 +20,7 @@ from benchmarks.async_simulation import Costs
 from raytrain_opt.async_training.scheduler import EpochPhase
 from raytrain_opt.async_training.weight_shard import WeightShard, from_wire, to_wire
 from raytrain_opt.config.updates import OptimizerSection
-from raytrain_opt.models.resnet import resnet8
+from raytrain_opt.models.networks import resnet8
 from raytrain_opt.optim.factory import build_optimizer
 from raytrain_opt.results import Steps
 from raytrain_opt.train.state import to_cpu_state

@@ -224,7 +224,7 @@ def resnet8_of_patches(
     """Return a ResNet-8 whose input channels are the pixels of patches [N, C p p, H/p, W/p]."""
     from torch import nn
 
-    from raytrain_opt.models.resnet import resnet8
+    from raytrain_opt.models.networks import resnet8
 
     channels, height, width_px = sample_shape
     shape = (channels * patch**2, height // patch, width_px // patch)

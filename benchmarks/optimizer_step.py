@@ -46,8 +46,8 @@ from torch import nn
 
 from benchmarks.common import machine
 from raytrain_opt.optim import LARS, Muon
+from raytrain_opt.optim.factory import parameter_groups
 from raytrain_opt.optim.muon import split_work
-from raytrain_opt.optim.parameter_groups import parameter_groups
 from raytrain_opt.recording.recorder import versions
 
 MOMENTUM = 0.9

@@ -14,7 +14,7 @@ import click
 
 from raytrain_opt import clock
 from raytrain_opt.errors import RaytrainOptError, printable
-from raytrain_opt.execution.signals import EXIT_INTERRUPTED, EXIT_TERMINATED, Terminated
+from raytrain_opt.execution.signals import exit_code
 from raytrain_opt.user_code import exits_as_errors
 
 if TYPE_CHECKING:
@@ -81,8 +81,7 @@ class _Command(click.Command):
             _echo(f"error: {error}", err=True)
             raise SystemExit(error.exit_code) from error
         except KeyboardInterrupt as stop:
-            terminated = isinstance(stop, Terminated)
-            raise SystemExit(EXIT_TERMINATED if terminated else EXIT_INTERRUPTED) from stop
+            raise SystemExit(exit_code(stop)) from stop
         if code:
             raise SystemExit(code)
 

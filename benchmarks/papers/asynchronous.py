@@ -33,9 +33,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -43,18 +45,19 @@ import torch
 
 from benchmarks.async_costs import measure_costs
 from benchmarks.async_processes import MICRO_BATCH_SAMPLES, asynchronous, worker_processes
-from benchmarks.async_simulation import Costs
-from benchmarks.async_straggler import WORKER_COUNTS, efficiency, nodes_of
+from benchmarks.async_simulation import Costs, Network, Simulation
 from benchmarks.common import JOBS, machine
 from benchmarks.comparison_tasks import Task
 from benchmarks.papers.trainings import low_mean_high, paper_parser, write_plot
 from raytrain_opt import Job, run
+from raytrain_opt.async_training.scheduler import EpochPhase
 from raytrain_opt.async_training.weight_shard import wire_dtype
 from raytrain_opt.cluster.connection import ray_session
 from raytrain_opt.commands.evaluate import evaluate_runs
 from raytrain_opt.config.load import load_job
 from raytrain_opt.models import build_model
 from raytrain_opt.recording.recorder import versions
+from raytrain_opt.results import Steps
 
 FILE = "imagenet_cnn11_async.yaml"
 PAPER = {"speedup_at_48": 30.0, "ensemble_top5_error": 13.89}
@@ -73,6 +76,7 @@ SCHEDULE = {
     "warmup": {"epochs": 1, "lr": 0.01, "shape": "linear"},
 }
 SLEEP_S, STEPS, SEEDS, SHARDS = 1.0, 15, 3, 2
+WORKER_COUNTS, WORKERS_PER_NODE = (1, 2, 4, 8, 16, 32, 48), 3
 SMALL_NETWORK = (
     "model={name: resnet8, args: {width: 64}}",
     "data={name: digits}",
@@ -131,6 +135,31 @@ def simulated(seconds: float, gbit_per_s: float, costs: Costs) -> dict[int, dict
         count: low_mean_high([speedup(count, seed) for seed in range(SEEDS)])
         for count in WORKER_COUNTS
     }
+
+
+def nodes_of(workers: int) -> int:
+    """Return the number of nodes that the workers fill."""
+    return math.ceil(workers / WORKERS_PER_NODE)
+
+
+def efficiency(
+    workers: int,
+    seconds: float,
+    gbit_per_s: float,
+    shards: int,
+    costs: Costs,
+    weight_bytes: float,
+    gradient_bytes: float,
+    seed: int,
+) -> float:
+    """Return the micro-batches per second and worker relative to one that only computes."""
+    bytes_per_s = gbit_per_s * 1e9 / 8
+    link = Network(nodes_of(workers), shards, weight_bytes, gradient_bytes, bytes_per_s, costs)
+    random = Random(seed)
+    phase = EpochPhase("1.0", 1, Steps(0, (0.1,) * 60), workers, None)
+    # Workers of exactly equal speed would fetch and push at the same moments.
+    run = Simulation(phase, workers, lambda _: seconds * random.uniform(0.95, 1.05), link)
+    return round(phase.size * seconds / (run.run() * workers), 3)
 
 
 def measured(workers: int, repeats: int) -> dict[str, float]:

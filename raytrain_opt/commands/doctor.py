@@ -35,7 +35,7 @@ from raytrain_opt.config.data import DatasetData, ImageFolderData
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem, ResourcesError, StorageError, printable
 from raytrain_opt.execution.check import check_data, check_job
-from raytrain_opt.monitoring.nvml import GpuState, gpu_states
+from raytrain_opt.monitoring import GpuState, gpu_states
 from raytrain_opt.recording.recorder import versions
 from raytrain_opt.report.formatting import times
 from raytrain_opt.search.factory import max_candidates

@@ -36,7 +36,7 @@ from raytrain_opt.data.image_folder import (
 from raytrain_opt.data.images import center_crop, open_image
 from raytrain_opt.data.shards import ShardSource
 from raytrain_opt.errors import DataError, printable
-from raytrain_opt.monitoring.nvml import gpu_states
+from raytrain_opt.monitoring import gpu_states
 from raytrain_opt.storage import write_text
 
 _VALID = (

@@ -17,9 +17,14 @@ from raytrain_opt.errors import JobError, Problem, RecordError, StorageError, pr
 from raytrain_opt.execution.workspace import is_locked
 from raytrain_opt.paths import FoundRun, find_runs
 from raytrain_opt.recording.reader import read_last, read_record
-from raytrain_opt.recording.records import BatchSizeRecord, EpochRecord, EpochResult, ResultRecord
-from raytrain_opt.recording.spans import EventRecord
-from raytrain_opt.remote.lease import is_leased
+from raytrain_opt.recording.records import (
+    BatchSizeRecord,
+    EpochRecord,
+    EpochResult,
+    EventRecord,
+    ResultRecord,
+)
+from raytrain_opt.remote import is_leased
 from raytrain_opt.report.formatting import duration, percent, rate
 from raytrain_opt.storage import check_uri, is_remote, last_name, local_path, storage_errors
 

@@ -28,8 +28,8 @@ import torch
 from raytrain_opt.config.data import BatchAugment
 from raytrain_opt.data.base import Batch
 from raytrain_opt.data.batch_reader import isolated_random_state
-from raytrain_opt.data.copy_stream import send
 from raytrain_opt.data.sampling import Indices, Purpose, generator, sample_seed
+from raytrain_opt.data.transforms import send
 from raytrain_opt.errors import DataError
 from raytrain_opt.random_state import seed_all
 

@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raytrain_opt.config.data import ArraysData, ArraySetData
-from raytrain_opt.data.base import channel_axis, layout_note
-from raytrain_opt.data.fingerprint import digest
+from raytrain_opt.data.base import channel_axis, digest, layout_note
 from raytrain_opt.data.sampling import Purpose, generator
 from raytrain_opt.errors import DataError
 

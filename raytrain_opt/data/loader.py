@@ -27,11 +27,11 @@ from raytrain_opt.data.batch_reader import (
     SourceSplit,
     keep_batch,
 )
-from raytrain_opt.data.copy_stream import CopyStream
 from raytrain_opt.data.image_folder import ImageFolderSource
 from raytrain_opt.data.nesting import leaves, map_leaves
 from raytrain_opt.data.sampling import Indices, Purpose
 from raytrain_opt.data.shards import ShardSource
+from raytrain_opt.data.transforms import CopyStream
 from raytrain_opt.data.user_datasets import UserDatasetSource
 from raytrain_opt.errors import DataError
 from raytrain_opt.results import Split

@@ -24,9 +24,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
-from raytrain_opt.data.copy_stream import send
 from raytrain_opt.data.sampling import CropFlip, Indices
 from raytrain_opt.errors import DataError
 
@@ -216,3 +216,36 @@ def channel_mean_std(images: npt.NDArray[np.uint8], indices: Indices) -> MeanStd
     mean, square = total / (len(indices) * images.shape[1] * images.shape[2])
     std = np.sqrt(np.maximum(square - mean**2, 0))
     return (mean / 255).tolist(), np.maximum(std / 255, _MIN_STD).tolist()
+
+
+def send(values: Tensor, device: torch.device) -> Tensor:
+    """Return a small tensor on the device; from pinned memory, so that the CPU does not wait."""
+    if device.type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+class CopyStream:
+    """Copies from pinned memory, on a CUDA stream of its own.
+
+    The training loop never waits for the device, so the CPU is ahead of it: a copy that is queued
+    on this stream runs beside the updates before it. Only the GPU waits for it, before it uses
+    the copy. On CPU the tensors themselves are returned.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def copy(self, *tensors: Tensor) -> list[Tensor]:
+        """Return the tensors on the device."""
+        if self._stream is None:
+            return [tensor.to(self._device) for tensor in tensors]
+        with torch.cuda.stream(self._stream):
+            copies = [t.pin_memory().to(self._device, non_blocking=True) for t in tensors]
+        training = torch.cuda.current_stream(self._device)
+        training.wait_stream(self._stream)
+        for copied in copies:
+            # Its memory must not be reused before the training has read it.
+            copied.record_stream(training)
+        return copies

@@ -13,9 +13,8 @@ from torch.utils.data import IterableDataset, default_collate
 from raytrain_opt.config.data import DatasetData
 from raytrain_opt.config.functions import resolve_function
 from raytrain_opt.config.section import Instance, function_name
-from raytrain_opt.data.base import channel_axis, layout_note
+from raytrain_opt.data.base import channel_axis, digest, layout_note
 from raytrain_opt.data.batch_reader import Sample, SourceSplit, cause
-from raytrain_opt.data.fingerprint import digest
 from raytrain_opt.data.nesting import leaves, map_leaves
 from raytrain_opt.data.sampling import Indices, Purpose, sample_seed
 from raytrain_opt.data.transforms import MeanStd

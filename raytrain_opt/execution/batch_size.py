@@ -18,7 +18,7 @@ from raytrain_opt.errors import PoolError, RaytrainOptError
 from raytrain_opt.execution.backend import open_backend
 from raytrain_opt.execution.resolve import Placement, scaled_lr, settle
 from raytrain_opt.execution.workspace import Workspace, open_frontend, open_workspace
-from raytrain_opt.optim.scaling import ScalingRule
+from raytrain_opt.optim.schedules import ScalingRule
 from raytrain_opt.paths import own_runs
 from raytrain_opt.pools.protocol import Prober
 from raytrain_opt.recording.reader import read_record, read_text
@@ -41,7 +41,7 @@ from raytrain_opt.search.batch_size.strategy import (
     Updates,
     largest_size,
 )
-from raytrain_opt.terminal.progress import probe_text
+from raytrain_opt.terminal import probe_text
 
 # Of train_for, the part in which updates are made; start, search and evaluations take the rest.
 _TRAINING_FRACTION = 0.8

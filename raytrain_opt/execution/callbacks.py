@@ -13,7 +13,7 @@ from raytrain_opt.config.functions import resolve_function
 from raytrain_opt.config.schema import Job, TrackingSection
 from raytrain_opt.errors import Problem
 from raytrain_opt.paths import RunPaths
-from raytrain_opt.recording.event_log import EventLog
+from raytrain_opt.recording.recorder import EventLog
 from raytrain_opt.recording.records import EpochRecord, ResultRecord, RoundRecord
 from raytrain_opt.storage import check_uri
 from raytrain_opt.user_code import exits_as_errors

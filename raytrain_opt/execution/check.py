@@ -201,9 +201,8 @@ def _try_network(
     from torch.nn import GroupNorm
     from torch.nn.modules.batchnorm import _NormBase  # of BatchNorm and InstanceNorm
 
-    from raytrain_opt.optim.factory import group_parameters
+    from raytrain_opt.optim.factory import EMBEDDING, group_parameters
     from raytrain_opt.optim.muon import orthogonalization_flops
-    from raytrain_opt.optim.parameter_groups import EMBEDDING
     from raytrain_opt.train.pretrained import fit_pretrained, read_pretrained
     from raytrain_opt.train.task import aggregates, build_task, count_flops, find_metric_names
     from raytrain_opt.train.thread_choice import choose_threads

@@ -11,7 +11,7 @@ from raytrain_opt.execution.resolve import Resolved
 from raytrain_opt.optim.epoch_steps import EpochSpan
 from raytrain_opt.pools.commands import MainTrain, StateRef
 from raytrain_opt.pools.protocol import MainTraining
-from raytrain_opt.recording.event_log import EventLog
+from raytrain_opt.recording.recorder import EventLog
 from raytrain_opt.recording.records import EpochRecord
 from raytrain_opt.results import Metric, Steps
 from raytrain_opt.search.early_stopping import lost_patience, reached_target

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from shlex import quote
@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, cast
 import ray
 from ray import cloudpickle
 
-from raytrain_opt.cluster.autoscaling import plan_when_there_is_room
 from raytrain_opt.cluster.connection import check_address, ray_session, watch_preemption
 from raytrain_opt.cluster.ray_private import log_folder
-from raytrain_opt.cluster.resources import PoolPlan, PoolRequest
+from raytrain_opt.cluster.resources import PoolPlan, PoolRequest, plan_when_there_is_room
+from raytrain_opt.config.processes import TimeoutsSection
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import (
     DataError,
@@ -31,6 +31,7 @@ from raytrain_opt.errors import (
 from raytrain_opt.execution.batch_size import search_batch_size
 from raytrain_opt.execution.check import ChooseThreads, check_job, try_job
 from raytrain_opt.execution.resolve import Facts, Placement, Resolved
+from raytrain_opt.execution.signals import StopRequest
 from raytrain_opt.execution.workspace import Frontend, Workspace
 from raytrain_opt.pools.launcher import environment
 from raytrain_opt.pools.protocol import Pools
@@ -41,6 +42,9 @@ from raytrain_opt.train.learner_config import OBJECT_SECTIONS
 
 if TYPE_CHECKING:
     from raytrain_opt.data.factory import SharedData
+
+# Ray ends its processes within a second, and kills each kind that has not ended after ten.
+_RAY_END_S = 30.0
 
 
 @contextmanager
@@ -64,14 +68,28 @@ def open_on_ray(
         backend.measure_cores()  # before Ray starts, which uses all cores for seconds
         terminal.phase("starting Ray")
         variables = environment(local=True, start_s=limits.start_s)
-        with stop.deferred(limits.start_s):  # half a Ray cannot be shut down
-            backend.owns_ray = stack.enter_context(
-                ray_session(address, verbose=verbose, environment=variables)
-            )
+        session = ray_session(address, verbose=verbose, environment=variables)
+        backend.owns_ray = stack.enter_context(_bounded(session, stop, limits))
         if not backend.owns_ray:
             stack.enter_context(watch_preemption(terminal.note))
         frontend.startup.mark("ray_connected_s")
         yield backend
+
+
+@contextmanager
+def _bounded(
+    session: AbstractContextManager[bool], stop: StopRequest, limits: TimeoutsSection
+) -> Iterator[bool]:
+    """Keep the session; bound how long its start or end may take after a signal."""
+    with ExitStack() as stack:
+        # Half a Ray cannot be shut down: its processes end with this one.
+        with stop.deferred(limits.start_s), stop.ended_within(limits.stop_s):
+            owns_ray = stack.enter_context(session)
+        try:
+            yield owns_ray
+        finally:
+            with stop.ended_within(_RAY_END_S + limits.stop_s):
+                stack.close()
 
 
 class RayBackend:

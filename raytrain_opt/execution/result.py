@@ -18,8 +18,7 @@ from raytrain_opt.execution.resolve import Resolved
 from raytrain_opt.execution.training_run import TrainingRun
 from raytrain_opt.execution.workspace import Workspace
 from raytrain_opt.pools.protocol import Pools
-from raytrain_opt.recording.event_log import EventLog
-from raytrain_opt.recording.recorder import Recorder, versions
+from raytrain_opt.recording.recorder import EventLog, Recorder, versions
 from raytrain_opt.recording.records import (
     EpochRecord,
     EpochResult,
@@ -33,7 +32,7 @@ from raytrain_opt.report.formatting import duration, percent, plain, rate
 from raytrain_opt.results import Metric
 from raytrain_opt.search.noise_scale import summarize
 from raytrain_opt.storage import join, write_text
-from raytrain_opt.terminal.progress import print_summary
+from raytrain_opt.terminal import print_summary
 from raytrain_opt.train.trained_model import model_metadata
 from raytrain_opt.user_code import exits_as_errors
 

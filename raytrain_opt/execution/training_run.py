@@ -10,7 +10,7 @@ from functools import partial
 from typing import cast
 
 from raytrain_opt.clock import monotonic_s
-from raytrain_opt.data.fingerprint import DataFingerprint
+from raytrain_opt.data.base import DataFingerprint
 from raytrain_opt.errors import DivergedError, PoolError
 from raytrain_opt.execution.callbacks import Callbacks
 from raytrain_opt.execution.checkpoint_writer import CheckpointWriter
@@ -28,9 +28,8 @@ from raytrain_opt.pools.protocol import (
     fetch_candidate_state,
     fetch_initial_state,
 )
-from raytrain_opt.recording.event_log import EventLog
 from raytrain_opt.recording.predictions import PredictionsRecord
-from raytrain_opt.recording.recorder import Recorder
+from raytrain_opt.recording.recorder import EventLog, Recorder
 from raytrain_opt.recording.records import RoundRecord
 from raytrain_opt.results import EvalTotals, Split
 from raytrain_opt.search.policy import (

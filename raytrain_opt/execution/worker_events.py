@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from raytrain_opt.pools.commands import MainTrain
 from raytrain_opt.pools.protocol import Pool
-from raytrain_opt.recording.event_log import EventLog
+from raytrain_opt.recording.recorder import EventLog
 from raytrain_opt.search.policy import Candidate, TryCandidates
 from raytrain_opt.train.learner_config import LearnerConfig
 

@@ -17,7 +17,7 @@ from raytrain_opt.config.functions import resolve_function
 from raytrain_opt.config.schema import ModelSection
 from raytrain_opt.config.section import Instance, is_function_name
 from raytrain_opt.errors import DataError, JobError, Problem, RaytrainOptError, origin, problems_of
-from raytrain_opt.models.registry import (
+from raytrain_opt.models.networks import (
     BUILTIN_MODELS,
     TORCHVISION_DEFAULTS,
     model_names,

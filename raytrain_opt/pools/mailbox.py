@@ -37,7 +37,7 @@ from raytrain_opt.pools.commands import (
     Resident,
     Sender,
 )
-from raytrain_opt.recording.spans import Event, Span
+from raytrain_opt.recording.records import Event, Span
 
 # Residents of a pool of which every command is recorded. Of the others, only the one that took
 # longest: the records of a run must not grow with its workers.

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from raytrain_opt.clock import utc_now
 from raytrain_opt.errors import printable
-from raytrain_opt.report.batch_size_plots import batch_size_plots, probes_table
+from raytrain_opt.recording.predictions import PredictionsRecord
 from raytrain_opt.report.compare import comparison_plots, differences, letter, summaries_table
-from raytrain_opt.report.formatting import count, duration, percent, plain
+from raytrain_opt.report.formatting import count, duration, percent, plain, times
 from raytrain_opt.report.learning_rate_plots import (
     learning_rate_plots,
     rounds_table,
@@ -20,10 +21,14 @@ from raytrain_opt.report.learning_rate_plots import (
     training_plots,
 )
 from raytrain_opt.report.plots import Cell, Plot, Section, Table, duration_cell
-from raytrain_opt.report.prediction_plots import predictions_section
 from raytrain_opt.report.run_reader import RunRecords
 from raytrain_opt.report.summary import RunSummary, summarize
-from raytrain_opt.report.time_plots import epoch_parts_plots, epochs_table
+from raytrain_opt.report.time_plots import (
+    batch_size_plots,
+    epoch_parts_plots,
+    epochs_table,
+    probes_table,
+)
 
 
 @dataclass(frozen=True)
@@ -161,3 +166,74 @@ def _render(sections: Sequence[Section], **values: Any) -> Page:
     html = environment.get_template("page.html").render(written=utc_now(), **values)
     # A browser, too, obeys characters that change the direction of text.
     return Page(printable(html), [plot for section in sections for plot in section.plots])
+
+
+# Rows of the table.
+_WORST_CLASSES = 100
+
+
+class _Classes:
+    """The classes that occur in the test split, lowest accuracy first, and their numbers."""
+
+    def __init__(self, record: PredictionsRecord) -> None:
+        self.names = record.class_names
+        self.labels, self.predicted, self.counts = np.array(record.confusion, int).T
+        is_correct, size = self.labels == self.predicted, len(self.names)
+        self.samples = np.bincount(self.labels, self.counts, size)
+        self.predictions = np.bincount(self.predicted, self.counts, size)
+        self.correct = np.bincount(self.labels, self.counts * is_correct, size)
+        self.accuracy = self.correct / np.maximum(self.samples, 1)
+        order = np.argsort(self.accuracy, kind="stable")
+        self.order = [int(i) for i in order if self.samples[i]]
+        # Wrong pairs, the most frequent first.
+        self.confusions = [i for i in np.argsort(-self.counts, kind="stable") if not is_correct[i]]
+
+
+def predictions_section(record: PredictionsRecord | None) -> Section:
+    """Return accuracies of classes and the most confident mistakes."""
+    name, title = "predictions", "Predictions"
+    if record is None:
+        return Section(name, title)
+    classes = _Classes(record)
+    note = (
+        f"Predictions on the {times(int(classes.samples.sum()), 'test sample')} after epoch "
+        f"{record.epoch}. A prediction is the most probable class, its confidence the probability "
+        "of that class."
+    )
+    mistakes = [
+        (
+            mistake.jpeg,
+            f"{classes.names[mistake.predicted]} ({percent(mistake.confidence)})",
+            f"labeled {classes.names[mistake.label]}; test sample {mistake.sample}",
+        )
+        for mistake in record.mistakes
+    ]
+    return Section(name, title, [], [_classes_table(classes)], note, mistakes)
+
+
+def _classes_table(classes: _Classes) -> Table:
+    """Return the classes with the lowest accuracies."""
+    worst: dict[int, int] = {}
+    for i in classes.confusions:
+        worst.setdefault(int(classes.labels[i]), i)
+    rows = []
+    for c in classes.order[:_WORST_CLASSES]:
+        taken, predictions = "–", classes.predictions[c]
+        if c in worst:
+            taken = f"{classes.names[classes.predicted[worst[c]]]} ({classes.counts[worst[c]]:,})"
+        rows.append(
+            [
+                Cell(classes.names[c]),
+                Cell(count(classes.samples[c])),
+                Cell(percent(classes.accuracy[c])),
+                Cell(percent(classes.correct[c] / predictions if predictions else None)),
+                Cell(taken),
+            ]
+        )
+    shown = "All" if len(rows) == len(classes.order) else f"The {len(rows)} worst"
+    caption = (
+        f"{shown} classes by accuracy. Precision: fraction of the predictions of this class that "
+        "are correct."
+    )
+    columns = ("class", "samples", "accuracy", "precision", "most often taken for")
+    return Table("classes", caption, columns, rows)

@@ -13,8 +13,12 @@ import pytest
 import torch
 
 from raytrain_opt.config.batch_size import UtilizationSection
-from raytrain_opt.monitoring.nvml import NvmlSampler, gpu_states
-from raytrain_opt.monitoring.samplers import UtilizationMonitor, open_sampler
+from raytrain_opt.monitoring import (
+    NvmlSampler,
+    UtilizationMonitor,
+    gpu_states,
+    open_sampler,
+)
 
 pytest.importorskip("pynvml")
 # The compiler and the debug mode warn about themselves, each version of torch differently.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from raytrain_opt.config.updates import BatchNormSection
-from raytrain_opt.models.small_cnn import small_cnn
+from raytrain_opt.models.networks import small_cnn
 from raytrain_opt.train.batch_norm import (
     count_tracked_batches,
     count_values_per_channel,

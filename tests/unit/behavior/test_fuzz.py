@@ -28,11 +28,12 @@ from raytrain_opt.recording.records import (
     BatchSizeProbeRecord,
     BatchSizeRecord,
     EpochRecord,
+    EventRecord,
     ResultRecord,
     RoundRecord,
     ScheduleRecord,
+    SpanRecord,
 )
-from raytrain_opt.recording.spans import EventRecord, SpanRecord
 from raytrain_opt.search.fixed_schedule import RecordedSchedule
 from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
 from raytrain_opt.train.state import capture

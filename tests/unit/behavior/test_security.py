@@ -30,10 +30,9 @@ from raytrain_opt.data.in_memory_sets import load_arrays
 from raytrain_opt.errors import DataError, JobError
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.pools.launcher import environment
-from raytrain_opt.recording.event_log import EventLog
-from raytrain_opt.recording.recorder import Recorder, versions
+from raytrain_opt.recording.recorder import EventLog, Recorder, versions
 from raytrain_opt.recording.records import ResultRecord
-from raytrain_opt.terminal.progress import Terminal
+from raytrain_opt.terminal import Terminal
 from tests.support.cli_errors import LINEAR, write_job
 from tests.support.synthetic_runs import (
     epoch_line,
@@ -72,6 +71,7 @@ def test_no_call_in_the_package_unpickles_a_file() -> None:
     assert pickled == {
         "actors.py",
         "process_group.py",
+        "programs.py",
         "ray_private.py",
         "ray_pool.py",
         "resident.py",

@@ -93,12 +93,6 @@ def test_worker_and_slot_share_a_gpu() -> None:
     assert (pool_plan.use_gpu, pool_plan.slots) == (True, 1)
 
 
-def test_two_workers_on_two_gpus_leave_room_for_a_slot_on_each() -> None:
-    assert plan(TWO_GPUS).slots == 2
-    assert plan(ONE_GPU, ONE_GPU).slots == 2
-    assert plan(ONE_GPU, ONE_GPU).slots_per_node == 1
-
-
 @pytest.mark.parametrize(
     ("workers", "nodes", "room"),
     [(2, [ONE_GPU], 1), (3, [TWO_GPUS], 2), (3, [ONE_GPU, ONE_GPU], 2)],
@@ -168,11 +162,6 @@ def test_explicit_resources_are_taken_as_given() -> None:
     )
     assert pool_plan.worker_resources == {"CPU": 3, "big": 1}
     assert (pool_plan.slot_resources, pool_plan.slots) == ({"CPU": 1}, 2)
-
-
-def test_a_resource_that_no_node_has_does_not_fit() -> None:
-    with pytest.raises(ResourcesError, match=r"1 big each do not fit: room for 0"):
-        plan(LAPTOP, workers={"count": 1, "resources": {"big": 1}})
 
 
 def test_nodes_are_filled_one_by_one_not_summed() -> None:

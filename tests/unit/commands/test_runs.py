@@ -17,7 +17,7 @@ from raytrain_opt.errors import JobError
 from raytrain_opt.execution.workspace import is_locked, lock_run_directory
 from raytrain_opt.storage import write
 from tests.support.s3_server import S3Server
-from tests.support.synthetic_runs import batch_size, epoch_line, event_line, write_lines, write_run
+from tests.support.synthetic_runs import batch_size, event_line, write_lines, write_run
 
 
 def name(job: str, day: int) -> str:
@@ -101,17 +101,6 @@ def test_the_command_prints_a_table_or_json(storage: Path) -> None:
         assert f"{cell} " in row
     output = CliRunner().invoke(main, ["runs", str(storage), "--json"]).output
     assert [run["state"] for run in json.loads(output)] == STATES
-
-
-def test_names_in_the_table_are_only_text(tmp_path: Path) -> None:
-    storage = tmp_path / "[runs]"
-    run = write_run(storage / name("a", 1), epochs=1, finished=False)
-    metric = {"name": "mAP [small]\x1b[2J", "higher_is_better": True}
-    line = epoch_line(1, test_metrics={metric["name"]: 3.0}, metric=metric)
-    write_lines(run / "epochs.jsonl", [line])
-    table = CliRunner().invoke(main, ["runs", str(storage)]).output
-    assert f"1 run in {storage}\n" in table
-    assert "mAP [small]\\x1b[2J 3" in table
 
 
 def test_a_folder_without_runs_has_none(tmp_path: Path) -> None:

@@ -156,12 +156,3 @@ def test_without_a_validation_split_it_cannot_be_evaluated(open_numbers: Open) -
     assert (data.info.train_size, data.info.validation_size) == (SIZE, 0)
     with pytest.raises(DataError, match=r"data\.validation_fraction"):
         next(data.eval_batches("validation", 0, 1, 4))
-
-
-def test_wrong_steps_and_micro_batches_are_errors(open_numbers: Open) -> None:
-    data = open_numbers(0.0)
-    with pytest.raises(ValueError, match="step 17 of an epoch of 17 steps"):
-        list(data.train_batches(0, product(range(16, 18), range(1)), 1, 12))
-    with pytest.raises(ValueError, match="micro-batch 0 of 13"):
-        next(data.train_batches(0, [(0, 0)], 13, 12))
-    assert len(epoch(data)) == 192

@@ -204,7 +204,7 @@ def test_a_run_that_died_before_its_result_was_written_has_the_same(tmp_path: Pa
 
 def test_a_run_trains_for_a_time_and_its_lengths_are_replayed(tmp_path: Path) -> None:
     """How long it takes depends on the machine; that the schedule ends with it does not."""
-    timed = {"epochs": None, "train_for": "8s", "optimizer": "SGD", "average": None}
+    timed = {"epochs": None, "train_for": "4s", "optimizer": "SGD", "average": None}
     horizon = {"policy": "stpt_horizon", "max_search_cost": 0.5}
     result = run(tiny_job(tmp_path / "a", **timed, learning_rate=horizon), in_process=True)
     epochs = read_lines(result.run_dir, "epochs")

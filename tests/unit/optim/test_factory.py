@@ -102,12 +102,6 @@ def test_the_rate_is_zero_until_it_is_set() -> None:
     assert torch.equal(weight, new_weight())
 
 
-def test_each_step_uses_its_own_rate() -> None:
-    weight = new_weight()
-    train(build(section("SGD"), weight), weight, [0.1, 0.25])
-    torch.testing.assert_close(weight, new_weight() * 0.8 * 0.5)
-
-
 @pytest.mark.parametrize(
     ("name", "args", "expected"),
     [
@@ -410,8 +404,3 @@ def test_kernels_on_a_gpu_are_those_that_exist_and_do_not_wait(
     assert factory._default_implementation(torch.optim.ASGD, {}, nn.Linear(2, 2)) == {
         "foreach": True
     }
-
-
-def test_fused_adagrad_is_looked_up_by_device() -> None:
-    assert factory.has_fused_adagrad("cpu")
-    assert not factory.has_fused_adagrad("mps")

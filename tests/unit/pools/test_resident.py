@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import ray
 
-from raytrain_opt.errors import PoolError, RaytrainOptError
+from raytrain_opt.errors import PoolError
 from raytrain_opt.pools.commands import (
     Close,
     Command,
@@ -37,9 +37,8 @@ from raytrain_opt.pools.commands import (
     SendInitialState,
     StateLost,
     StateRef,
-    to_failure,
 )
-from raytrain_opt.pools.resident import CommandLoop, next_distance, peer_failure_grace_s
+from raytrain_opt.pools.resident import CommandLoop
 from raytrain_opt.results import Steps
 
 ROOT = Path(__file__).parents[3]
@@ -262,19 +261,6 @@ def test_a_lost_connection_between_workers_ends_the_process_not_the_run() -> Non
     assert "shapes cannot be multiplied" in str(failure.error)
 
 
-def test_errors_of_this_package_keep_their_class() -> None:
-    error = RaytrainOptError("x")
-    assert to_failure(error).error is error
-    assert str(to_failure(KeyError("x")).error) == "KeyError: 'x'"
-
-
-def test_an_error_waits_longer_when_the_peers_are_on_other_nodes() -> None:
-    alone, one_node, two_nodes = (
-        peer_failure_grace_s(*sizes) for sizes in ((1, 1), (2, 2), (4, 2))
-    )
-    assert alone == 0 < one_node < two_nodes
-
-
 def test_a_resident_without_a_network_needs_no_torch() -> None:
     modules = ("resident", "programs", "launch_pools")
     imports = ", ".join(f"raytrain_opt.pools.{module}" for module in modules)
@@ -441,17 +427,3 @@ def test_ranks_that_are_to_stop_early_stop_before_the_same_step(
         assert len(last) == 4
         assert len(set(last)) == 1
         assert mailbox.replies == last
-
-
-def test_looks_at_what_the_driver_wants_are_half_a_second_apart() -> None:
-    """So a broadcast of a millisecond costs nothing, however short a step is."""
-    distance, elapsed_s, looks = 1, 0.0, 0
-    step_s = 0.003
-    while elapsed_s < 10:
-        elapsed_s, looks = elapsed_s + distance * step_s, looks + 1
-        distance = next_distance(distance, distance * step_s)
-    assert distance == 166
-    assert looks < 25
-    assert next_distance(100, 60.0) == 1
-    assert next_distance(1, 60.0) == 1
-    assert next_distance(4, 0.0) == 32

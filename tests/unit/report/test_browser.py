@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import struct
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -106,19 +104,3 @@ def test_the_page_fits_a_phone(page: Path, tmp_path: Path) -> None:
     result = opened(page, view, tmp_path / "profile")
     assert result.answers[:2] == [390, PLOTS]
     assert result.answers[2] >= 7
-
-
-def test_plots_are_painted_in_their_colors(page: Path, tmp_path: Path) -> None:
-    """The screenshot has many pixels in the colors of the first two series."""
-    import io
-
-    from matplotlib.image import imread
-
-    script = "document.getElementById('batch-size').scrollIntoView({behavior: 'instant'})"
-    result = opened(page, View(height=2400, scripts=(script,)), tmp_path / "profile")
-    width, height = struct.unpack(">II", result.screenshot[16:24])
-    assert (width, height) == (1280, 2400)
-    pixels = (255 * imread(io.BytesIO(result.screenshot))[..., :3]).round().astype(int)
-    counts = Counter(map(tuple, pixels.reshape(-1, 3).tolist()))
-    assert counts[0x00, 0x72, 0xB2] > 500
-    assert counts[0xD5, 0x5E, 0x00] > 500

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from raytrain_opt.errors import JobError, RecordError
+from raytrain_opt.errors import JobError
 from raytrain_opt.report import write_report
 from raytrain_opt.report.learning_rate_plots import search_plots
-from raytrain_opt.report.plots import Cell, Table
 from raytrain_opt.report.run_reader import read_run
 from tests.support.synthetic_runs import (
     epoch_line,
@@ -132,13 +131,6 @@ def test_a_thousand_classes_are_a_small_page(tmp_path: Path) -> None:
     assert "The 100 worst classes by accuracy." in page.text
 
 
-def test_columns_without_any_value_are_left_out() -> None:
-    rows = [[Cell("1"), Cell("–"), Cell("–")], [Cell("2"), Cell("–"), Cell("x")]]
-    table = Table("name", "caption", ("a", "b", "c"), rows).without_empty()
-    assert table.columns == ["a", "c"]
-    assert table.rows == [[Cell("1"), Cell("–")], [Cell("2"), Cell("x")]]
-
-
 def test_the_page_is_self_contained(complete_run: Path) -> None:
     html = (complete_run / "report.html").read_text()
     assert "http:" not in html
@@ -231,11 +223,6 @@ def test_an_interrupted_run_has_a_report(tmp_path: Path) -> None:
     assert "interrupted: Terminated" in page.text
 
 
-def test_a_run_that_has_just_started_has_a_report(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", epochs=0, finished=False)
-    assert "0 of 2 epochs" in read(write_report([str(run)])).text
-
-
 def test_a_batch_size_search_alone_has_a_report(tmp_path: Path) -> None:
     run = with_batch_size_search(write_run(tmp_path / "run", epochs=0, finished=False))
     page = read(write_report([str(run)]))
@@ -275,20 +262,11 @@ def test_a_report_under_a_uri_is_written_there(tmp_path: Path) -> None:
     assert (run / "plots" / "loss.svg").is_file()
 
 
-def test_a_damaged_record_gives_no_page(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
-    (run / "rounds.jsonl").write_text("no JSON\n")
-    with pytest.raises(RecordError, match=r"rounds\.jsonl, line 1"):
-        write_report([str(run)])
-    assert not (run / "report.html").exists()
-
-
-@pytest.mark.timeout(600)
-def test_the_page_of_ten_thousand_rounds_is_below_15_mb(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", epochs=10_000)
+def test_the_page_takes_at_most_1500_bytes_for_each_round(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", epochs=1000)
     page = Path(write_report([str(run)]))
-    assert page.stat().st_size < 15e6
-    assert page.read_text().count("<tr>") > 20_000
+    assert page.stat().st_size < 1.5e6
+    assert page.read_text().count("<tr>") > 2000
 
 
 def race_line(first: int, optimizer: str, steps: int, **changes: Any) -> dict[str, Any]:

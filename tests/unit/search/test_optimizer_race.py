@@ -179,13 +179,6 @@ def test_the_search_stays_within_its_budget_and_finds_the_same_peak(factor: floa
     assert peak(history) == pytest.approx(0.1, rel=0.35)
 
 
-def test_an_optimizer_that_only_diverges_leaves_the_race() -> None:
-    losses = {**USUAL, MUON: Optimizer(0.1, 2.0, limit=0.0)}
-    rounds, action, _ = search(policy(), losses)
-    assert action.steps.optimizer == SCHEDULE_FREE
-    assert MUON not in raced(rounds, "fine")
-
-
 def test_when_all_of_all_optimizers_diverge_the_likely_cause_is_named() -> None:
     losses = {index: Optimizer(0.1, 2.0, limit=0.0) for index in USUAL}
     with pytest.raises(DivergedError, match="every candidate of every optimizer"):

@@ -176,15 +176,6 @@ def test_numbers_that_no_training_starts_from_are_refused(change: Any, message: 
         fit_pretrained(own, {**own, "weight": change(own["weight"])}, 2)
 
 
-def test_a_suffix_does_not_decide_how_a_file_is_read(tmp_path: Path) -> None:
-    tensors = {"weight": torch.ones(2)}
-    save_file(tensors, tmp_path / "a.pt")
-    torch.save(tensors, tmp_path / "b.safetensors")
-    for name in ("a.pt", "b.safetensors"):
-        read = read_pretrained(ModelSection(name="resnet8", weights=str(tmp_path / name)))
-        assert torch.equal(read["weight"], tensors["weight"])
-
-
 def test_equal_tensors_that_are_not_tied_need_both_names() -> None:
     own = {"a": torch.ones(3), "b": torch.ones(3)}
     with pytest.raises(JobError, match="missing in the weights: b"):

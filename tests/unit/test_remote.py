@@ -16,12 +16,11 @@ from pathlib import Path
 import obstore
 import pytest
 
-from raytrain_opt import storage
+from raytrain_opt import remote, storage
 from raytrain_opt.errors import JobError, StorageError, TakenOverError
-from raytrain_opt.paths import RunPaths, check_run, newest_unfinished
+from raytrain_opt.paths import RunPaths, check_run
 from raytrain_opt.recording.reader import read_lines
-from raytrain_opt.recording.spans import EventRecord
-from raytrain_opt.remote import lease, run_copy
+from raytrain_opt.recording.records import EventRecord
 from raytrain_opt.storage import append_lines, open_store, remove_tree, write_json, write_text
 from tests.support.s3_server import Fault, Request, S3Server, cut, delay, refuse
 
@@ -68,15 +67,6 @@ def test_files_of_ray_stay_on_this_machine(run: RunPaths) -> None:
     assert names(run.shown) == set()
 
 
-def test_runs_under_a_uri_with_options_have_folders_of_their_own(s3: S3Server) -> None:
-    uri = s3.new_uri()
-    runs = [RunPaths.create(uri, "r") for _ in range(2)]
-    for run in runs:
-        write_text(run.job, run.run_id)
-        run.publish()
-    assert names(uri) == {f"{run.run_id}/job.yaml" for run in runs}
-
-
 def test_what_completes_a_run_is_copied_last(run: RunPaths, s3: S3Server) -> None:
     for path in (run.checkpoints / "index.json", run.result, run.schedule, run.job):
         write_json(path, {})
@@ -103,7 +93,7 @@ def test_of_a_record_only_what_is_new_is_copied(
     run: RunPaths, s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """1,000 epochs would otherwise send a record 1,000 times."""
-    for module in (storage, run_copy):
+    for module in (storage, remote):
         monkeypatch.setattr(module, "RECORD_PART", 1000)
     lines = [
         EventRecord(
@@ -134,7 +124,7 @@ def test_large_files_are_uploaded_in_parts(
     run: RunPaths, s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A part is repeated alone."""
-    monkeypatch.setattr(run_copy, "_UPLOAD_PART", 5 * 2**20)  # the least that S3 allows
+    monkeypatch.setattr(remote, "_UPLOAD_PART", 5 * 2**20)  # the least that S3 allows
     (run.checkpoints / "epoch-0001").mkdir()
     weights = run.checkpoints / "epoch-0001" / "weights.safetensors"
     weights.write_bytes(os.urandom(12 * 2**20))
@@ -325,20 +315,6 @@ def test_signatures_of_urls_are_not_shown() -> None:
     assert text == "PUT https://host/a failed: why?"
 
 
-def test_a_copy_that_is_cut_off_leaves_the_index_before(run: RunPaths, s3: S3Server) -> None:
-    write_index(run, 1)
-    run.publish()
-    write_index(run, 1, 2)
-    s3.applies_to = lambda request: request.method == "PUT"
-    s3.faults.extend([cut] * 20)
-    with pytest.raises(StorageError):
-        run.publish()
-    assert index_of(run) == [1]
-    s3.reset()
-    run.publish()
-    assert index_of(run) == [1, 2]
-
-
 @pytest.mark.parametrize("uri", ["nosuchscheme://bucket/r", "s3://bucket/r?region=a&sas=b"])
 def test_a_uri_that_cannot_be_used_is_named(tmp_path: Path, uri: str) -> None:
     run = RunPaths(tmp_path, uri)
@@ -373,21 +349,6 @@ def test_nothing_is_fetched_without_a_run(s3: S3Server) -> None:
         RunPaths.existing(uri)
     assert len(s3.requests) == 1
     check_run(run.shown)
-
-
-def test_the_newest_unfinished_run_is_found(s3: S3Server) -> None:
-    uri = s3.new_uri()
-    assert newest_unfinished(uri, "r") is None
-    for name, files in {
-        "r-20260101-000000-0123456789abcdef": ["checkpoints/index.json"],
-        "r-20260102-000000-0123456789abcdef": ["checkpoints/index.json"],
-        "r-20260103-000000-0123456789abcdef": ["checkpoints/index.json", "result.json"],
-        "r-20260104-000000-0123456789abcdef": ["job.yaml"],
-    }.items():
-        for file in files:
-            storage.write(storage.join(uri, name), file, b"{}")
-    expected = storage.join(uri, "r-20260102-000000-0123456789abcdef")
-    assert newest_unfinished(uri, "r") == expected
 
 
 def test_the_folder_of_a_run_is_removed_at_the_end_of_the_process(
@@ -456,7 +417,7 @@ def begin(run: RunPaths) -> None:
 
 
 def expire_leases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "LEASE_S", 0.0)
+    monkeypatch.setattr(remote, "LEASE_S", 0.0)
 
 
 def test_a_live_run_is_not_taken_over(run: RunPaths) -> None:
@@ -471,8 +432,8 @@ def test_a_live_run_is_not_taken_over(run: RunPaths) -> None:
 
 
 def test_a_lease_is_renewed(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "LEASE_S", 3.0)
-    monkeypatch.setattr(lease, "_RENEWAL_S", 0.2)
+    monkeypatch.setattr(remote, "LEASE_S", 3.0)
+    monkeypatch.setattr(remote, "_RENEWAL_S", 0.2)
     begin(run)
     name = "lease/000001"
     first = obstore.head(open_store(run.shown), name)["last_modified"]

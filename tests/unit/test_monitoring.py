@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
+from raytrain_opt import monitoring
 from raytrain_opt.config.batch_size import UtilizationSection
 from raytrain_opt.errors import JobError, ResourcesError
-from raytrain_opt.monitoring import nvml, samplers
-from raytrain_opt.monitoring.samplers import (
+from raytrain_opt.monitoring import (
     CpuSampler,
-    NullSampler,
     UtilizationMonitor,
     open_sampler,
 )
@@ -63,7 +62,7 @@ def test_the_cpu_is_watched_where_there_is_no_gpu_or_the_job_says_so(
 
 @pytest.mark.parametrize("sampler", ["auto", "nvml"])
 def test_a_gpu_is_watched_by_nvml(sampler: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvml, "NvmlSampler", lambda uuid: uuid)
+    monkeypatch.setattr(monitoring, "NvmlSampler", lambda uuid: uuid)
     assert open_sampler(section(sampler), threads=1, gpu_uuid="GPU-1") == "GPU-1"
 
 
@@ -83,8 +82,8 @@ def test_nvml_without_a_gpu_is_an_error_of_the_job() -> None:
 def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A clock and the CPU time of this process, which the test sets."""
     fake_machine = SimpleNamespace(now_s=100.0, cpu_s=0.0)
-    monkeypatch.setattr(samplers, "process_time", lambda: fake_machine.cpu_s)
-    monkeypatch.setattr(samplers, "monotonic_s", lambda: fake_machine.now_s)
+    monkeypatch.setattr(monitoring, "process_time", lambda: fake_machine.cpu_s)
+    monkeypatch.setattr(monitoring, "monotonic_s", lambda: fake_machine.now_s)
     return fake_machine
 
 
@@ -115,14 +114,6 @@ def test_each_cpu_sample_starts_at_the_one_before(machine: SimpleNamespace) -> N
     machine.now_s, machine.cpu_s = 105.0, 2.0
     assert sampler.sample() == pytest.approx(25.0)
     assert sampler.sample() == 0.0
-
-
-def test_the_monitor_does_not_count_what_the_process_did_before(machine: SimpleNamespace) -> None:
-    sampler = CpuSampler(1)
-    machine.now_s, machine.cpu_s = 110.0, 10.0
-    with UtilizationMonitor(sampler, LONG_S) as monitor:
-        machine.now_s, machine.cpu_s = 112.0, 11.0
-    assert monitor.samples == pytest.approx([50.0])
 
 
 def test_the_cpu_time_is_that_of_the_real_process() -> None:
@@ -233,10 +224,3 @@ def test_an_error_of_the_body_is_not_hidden() -> None:
     assert caught.value.args == ("the body",)
     (note,) = caught.value.__notes__
     assert "the GPU is lost" in note
-
-
-def test_a_null_sampler_knows_nothing() -> None:
-    with UtilizationMonitor(NullSampler(), LONG_S) as monitor:
-        pass
-    assert math.isnan(monitor.mean_pct)
-    assert monitor.energy_j is None

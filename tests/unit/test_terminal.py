@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from raytrain_opt.recording.records import EpochRecord
-from raytrain_opt.terminal.progress import Bar, Terminal, epoch_text, open_terminal, print_summary
+from raytrain_opt.terminal import Bar, Terminal, epoch_text, open_terminal, print_summary
 from tests.support.synthetic_runs import evaluation
 
 
@@ -44,12 +44,6 @@ def plain(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
 
 
-def test_an_epoch_in_one_line() -> None:
-    assert epoch_text(record()) == (
-        "epoch 3/8  lr 0.0125  train loss 0.5123  test accuracy 95.12 %  12,346 samples/s  2.0 s"
-    )
-
-
 def test_each_note_and_each_epoch_is_one_line() -> None:
     out = io.StringIO()
     with Terminal(Console(file=out, width=20)) as terminal:
@@ -76,15 +70,6 @@ def test_the_bar_shows_phase_percentage_and_last_epoch() -> None:
     assert "epoch 4/8  main train" in text
     assert "75%" in text
     assert "accuracy 95.12 %  lr 0.0125  12,346 samples/s" in text
-
-
-def test_the_bar_works_without_an_accuracy() -> None:
-    console, out = colored_console()
-    with Bar(console) as terminal:
-        terminal.epoch(record(**evaluation(None)))
-    text = plain(out.getvalue())
-    assert "lr 0.0125" in text
-    assert "accuracy" not in text
 
 
 def test_brackets_in_the_name_of_a_metric_stay(capsys: pytest.CaptureFixture[str]) -> None:
