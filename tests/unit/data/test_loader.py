@@ -795,8 +795,8 @@ GOOD = (torch.zeros(2), 0)
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        (dataset_section(lambda: Fixed(GOOD)), r"must return \(train, test\).*it returned Fixed"),
-        (dataset_section(lambda: (Fixed(GOOD),)), r"must return \(train, test\)"),
+        (dataset_section(lambda: Fixed(GOOD)), r"must return or be \(train, test\).*not Fixed"),
+        (dataset_section(lambda: (Fixed(GOOD),)), r"must return or be \(train, test\)"),
         (
             dataset_section(lambda: (Endless(), Fixed(GOOD))),
             "the train set of .* is an IterableDataset, .*wrap list",
