@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from raytrain_opt import storage
 from raytrain_opt.config.data import ImageFolderData
-from raytrain_opt.data.base import digest
+from raytrain_opt.data.base import digest, excerpt, spread
 from raytrain_opt.data.batch_reader import Sample, SourceSplit
 from raytrain_opt.data.images import (
     SUFFIXES,
@@ -166,14 +166,15 @@ class ImageFolderSource:
         return f"{path} (class {folder.classes[label]}) cannot be read"
 
     def digest(self) -> str:
-        """Return a digest of all names and labels and, of files evenly spread, the sizes."""
+        """Return a digest of names and labels and, of files evenly spread, sizes and excerpts."""
         return digest(part for files in self._folders.values() for part in self._parts(files))
 
     def _parts(self, files: ImageFiles) -> Iterator[bytes | memoryview]:
         # Relative to the root, which may be another one on another machine.
         yield files.paths.tobytes().replace(self._root, b"\0")
         yield files.labels.data
-        for index in range(0, len(files), 1 + len(files) // _MEASURED_FILES):
+        yield from (excerpt(files[index][0]) for index in spread(len(files)))
+        for index in spread(len(files), _MEASURED_FILES):
             with suppress(OSError):  # a link to nowhere
                 yield b"%d " % os.stat(files[index][0]).st_size
 

@@ -35,7 +35,7 @@ import obstore
 from raytrain_opt import storage
 from raytrain_opt.config.data import ShardsData
 from raytrain_opt.config.error_messages import shown
-from raytrain_opt.data.base import digest
+from raytrain_opt.data.base import digest, excerpt, spread
 from raytrain_opt.data.batch_reader import Sample, SourceSplit
 from raytrain_opt.data.image_folder import left_out_kind
 from raytrain_opt.data.images import SUFFIXES, center_crop, random_crop
@@ -130,10 +130,20 @@ class ShardSource:
         return self._cache.read(shards.shard_of(index), position, size)
 
     def digest(self) -> str:
-        """Return a digest of the shards' names, and of each sample's position, size and label."""
+        """Return a digest of the shards' names, and of each sample's position, size and label.
+
+        Excerpts of samples evenly spread are in it where the shards need no download.
+        """
         sets = self._sets.values()
         names = (storage.last_name(shard.uri).encode() for part in sets for shard in part.shards)
-        return digest([*names, *(part.index.data for part in sets)])
+        return digest([*names, *(part.index.data for part in sets), *self._excerpts()])
+
+    def _excerpts(self) -> Iterator[bytes]:
+        for part in self._sets.values():
+            for index in spread(len(part.index)):
+                shard, (position, size, _) = part.shard_of(index), part.index[index].tolist()
+                if not storage.is_remote(shard.uri):
+                    yield excerpt(shard.path, position, size)
 
     def describe(self, split: SourceSplit, index: int) -> str:
         """Return the shard and the sample's number in it, from 0, for an error message."""
