@@ -128,11 +128,6 @@ def test_a_gpu_is_found_by_its_uuid(machine: Machine, uuid: str) -> None:
     assert (sampler.uuid, sampler.sample(), sampler.energy_j()) == (C, 12.0, 12.5)
 
 
-def test_energy_is_none_where_the_gpu_does_not_count_it(machine: Machine) -> None:
-    machine(FakeGpu(A, energy_mj=None))
-    assert NvmlSampler(A).energy_j() is None
-
-
 @pytest.mark.parametrize(
     ("gpu", "words"),
     [(FakeGpu(B), f"open {A}"), (FakeGpu(A, reports=False), f"utilization of {A}")],
@@ -191,8 +186,3 @@ def test_a_lost_gpu_is_an_error_that_says_so(machine: Machine) -> None:
     with pytest.raises(ResourcesError, match="NVML cannot read the GPUs: GPU is lost"):
         gpu_states()
     assert nvml.started == 0
-
-
-def test_a_machine_without_a_driver_has_no_gpus(machine: Machine) -> None:
-    machine(driver=False)
-    assert gpu_states() == []

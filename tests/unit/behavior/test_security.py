@@ -71,6 +71,7 @@ def test_no_call_in_the_package_unpickles_a_file() -> None:
     assert pickled == {
         "actors.py",
         "process_group.py",
+        "programs.py",
         "ray_private.py",
         "ray_pool.py",
         "resident.py",

@@ -1,4 +1,4 @@
-"""The simulated clock and network, and a worker that sleeps in place of computing."""
+"""A worker that sleeps in place of computing."""
 
 from __future__ import annotations
 
@@ -7,19 +7,10 @@ from typing import Any
 import torch
 
 from benchmarks.async_processes import MICRO_BATCH_SAMPLES, Sleeper, job_of
-from benchmarks.async_simulation import Costs
-from benchmarks.async_straggler import efficiency
 from raytrain_opt.async_training.scheduler import EpochPhase
 from raytrain_opt.async_training.weight_shard import split_parameters
 from raytrain_opt.async_training.worker_loop import AsyncTrainer
 from raytrain_opt.results import Steps
-
-
-def test_a_slow_network_and_software_make_many_workers_less_efficient() -> None:
-    slow, fast = (efficiency(16, 0.25, gbit, 16, Costs()) for gbit in (10, 100))
-    assert 0 < slow < fast < 1.01
-    assert efficiency(16, 0.25, 100, 16, Costs(update_s=1e-8)) < fast
-    assert efficiency(1, 0.25, 10, 1, Costs()) > 0.98
 
 
 def test_a_sleeping_learner_is_trained_by_the_real_loop() -> None:

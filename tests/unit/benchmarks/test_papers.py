@@ -12,10 +12,18 @@ import pytest
 
 from benchmarks.comparison_tasks import SYNTHETIC
 from benchmarks.comparison_units import Cache
-from benchmarks.papers import large_batch, survey
+from benchmarks.papers import large_batch, stpt, survey
 from benchmarks.papers.trainings import accuracies, train_missing
 
 DATA = {"name": "digits"}
+
+
+def test_every_row_of_stpt_is_a_job() -> None:
+    jobs = {row: stpt.training(row, 40, seed=0).job(DATA) for row in stpt.rows(40)}
+    assert jobs.keys() >= stpt.PAPER.keys()
+    alphas = [jobs[f"alpha_{pct}"].learning_rate.model_dump()["alpha"] for pct in (8, 25, 100)]
+    assert alphas == [0.08, 0.25, 1.0]
+    assert jobs["local"].workers.count == 8
 
 
 def test_a_training_is_computed_once(tmp_path: Path) -> None:
@@ -40,7 +48,8 @@ def test_the_commands_show_the_papers_figures_and_draw(
 ) -> None:
     file, plot = tmp_path / "cache.jsonl", tmp_path / "plot.png"
     point = {"accuracy": 0.5, "loss": 1.0}
-    result = {"train_accuracy": 0.75, "peak_lr": 0.1, "diverged": "", "seconds": 1.0}
+    counts = {"samples": 100, "search_samples": 0}
+    result = {**counts, "train_accuracy": 0.75, "peak_lr": 0.1, "diverged": "", "seconds": 1.0}
     cache = Cache([], file)
     for row in ("warmup", "arc_cotangent"):
         for seed, accuracy in enumerate((0.4, 0.5)):

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks import comparison_command
 from benchmarks import comparison_rows as rows_of
 from benchmarks import time_to_accuracy as benchmark
 from benchmarks.comparison_kinds import KINDS
@@ -115,7 +114,7 @@ def test_a_task_with_data_of_its_own_trains(kind: str, tmp_path: Path) -> None:
 def test_an_interrupted_comparison_continues_from_its_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(comparison_command, "compute_all", computed_here)
+    monkeypatch.setattr(benchmark, "compute_all", computed_here)
     file = tmp_path / "cache.jsonl"
     options = ["--tasks", "synthetic", "--epochs", "2", "--seeds", "2", "--cache", str(file)]
     arguments = ["time_to_accuracy.py", *options, "--rows", "cosine_default", "linear_default"]

@@ -41,10 +41,6 @@ def test_every_dependency_has_an_exact_version_and_no_address() -> None:
     assert names - {"raytrain-opt"} <= pinned()
 
 
-def test_there_are_jobs() -> None:
-    assert JOBS
-
-
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
 def test_every_shipped_job_is_valid(path: Path) -> None:
     assert load_job(path).name
