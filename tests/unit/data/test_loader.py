@@ -785,7 +785,10 @@ GOOD = (torch.zeros(2), 0)
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        (dataset_section(lambda: Fixed(GOOD)), r"must return or be \(train, test\), two .*not Fixed"),
+        (
+            dataset_section(lambda: Fixed(GOOD)),
+            r"must return or be \(train, test\), two .*not Fixed",
+        ),
         (dataset_section(lambda: (Fixed(GOOD),)), r"must return or be \(train, test\)"),
         (
             dataset_section(lambda: (Endless(), Fixed(GOOD))),
