@@ -204,13 +204,17 @@ def _try_network(
     from raytrain_opt.optim.factory import EMBEDDING, group_parameters
     from raytrain_opt.optim.muon import orthogonalization_flops
     from raytrain_opt.train.pretrained import fit_pretrained, read_pretrained
-    from raytrain_opt.train.task import build_task, count_flops
+    from raytrain_opt.train.task import aggregates, build_task, count_flops, find_metric_names
     from raytrain_opt.train.thread_choice import choose_threads
 
     shape, classes = info.sample_shape, info.num_classes
     model = _build_model(job, info)
     task = build_task(job.task, job.loss, info)
     problems_of_several = _try_model(job, task, model, samples, classes)
+    find_metric_names(task, model, samples[1])
+    if aggregates(task) and job.parallel.mode == "async":
+        rule = "has aggregate, and with parallel.mode: async no worker has the outputs of all"
+        raise JobError([Problem("task.name", rule)])
     if job.model.weights is not None and not resumed:
         fit_pretrained(model.state_dict(), read_pretrained(job.model), classes)
     groups = {str(o.name): group_parameters(o, model) for o in job.optimizers}

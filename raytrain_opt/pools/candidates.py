@@ -185,7 +185,7 @@ class CandidateTrainer(LearnerHandler):
         learner, slot = self.learner, self.index if self._alone else -1
         trained = sum_over_ranks(self._train(plan, candidate, on_step), learner.device)
         part = learner.evaluate("validation", self._rank, self.world_size)
-        scored = sum_over_ranks(part, learner.device)
+        scored = learner.add_ranks(part)
         return CandidateResult.of(candidate, trained, scored, slot)
 
     def _train(

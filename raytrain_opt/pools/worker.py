@@ -132,7 +132,7 @@ class Worker(CandidateTrainer):
 
     def _evaluate(self, command: Evaluate, on_step: OnStep) -> EvalTotals:
         totals = self._evaluate_part(command, self.index, self.world_size, on_step)
-        return sum_over_ranks(totals, self.learner.device)
+        return self.learner.add_ranks(totals)
 
 
 class Slot(CandidateTrainer):

@@ -23,13 +23,14 @@ from torch.utils.hooks import RemovableHandle
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.updates import ParallelSection
-from raytrain_opt.errors import JobError, Problem
+from raytrain_opt.errors import DataError, JobError, Problem
 from raytrain_opt.results import EvalTotals, TrainTotals
 from raytrain_opt.threads import start_thread
 from raytrain_opt.train.gradient_noise import NoiseTracker, Pair, Scale
 from raytrain_opt.train.load_balance import LoadBalance, MeasuredShares
 from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.step_check import unused_parameters
+from raytrain_opt.train.task import Task, aggregate, aggregates, metric_of
 
 Totals = TypeVar("Totals", bound=TrainTotals | EvalTotals)
 
@@ -307,6 +308,35 @@ def sum_over_ranks(totals: Totals, device: torch.device) -> Totals:
     failure = _first_failure(totals.failure, loss_sum)
     summed = replace(totals, samples=int(samples), loss_sum=loss_sum, skipped=int(skipped))
     return replace(summed, failure=failure)
+
+
+def aggregate_ranks(task: Task, totals: EvalTotals) -> EvalTotals:
+    """Return the sums of all ranks with the metrics of the task's `aggregate`, alike on all.
+
+    The first rank computes them from the outputs of all ranks, which are in the order of the
+    samples. They are NaN if the loss is not finite. Raises DataError.
+    """
+    if not aggregates(task):
+        return totals
+    unknown = replace(totals, outputs=None, aggregated={metric_of(task).name: math.nan})
+    if not math.isfinite(totals.loss):
+        return unknown
+    parts: list[Any] = [totals.outputs]
+    if dist.is_initialized():
+        is_first = dist.get_rank() == 0
+        parts = [None] * dist.get_world_size()
+        dist.gather_object(totals.outputs, parts if is_first else None)
+    result: list[Any] = [None]
+    if parts[0] is not None:
+        try:
+            result = [aggregate(task, parts)]
+        except DataError as error:
+            result = [error]
+    if dist.is_initialized():
+        dist.broadcast_object_list(result)
+    if isinstance(result[0], DataError):
+        raise result[0]
+    return replace(unknown, aggregated=result[0])
 
 
 def _first_failure(own: str, total: float) -> str:

@@ -44,7 +44,7 @@ from raytrain_opt.results import (
     TrainTotals,
 )
 from raytrain_opt.train import batch_norm
-from raytrain_opt.train.data_parallel import Parallel
+from raytrain_opt.train.data_parallel import Parallel, aggregate_ranks, sum_over_ranks
 from raytrain_opt.train.evaluation import Evaluator
 from raytrain_opt.train.kernels import autocast_dtype, choose_kernels, compile_model, eager
 from raytrain_opt.train.learner_config import LearnerConfig
@@ -370,6 +370,13 @@ class Learner:
         """
         totals = self._evaluator.evaluate(split, rank, world_size, self.eval_batch_size, on_step)
         return replace(totals, failure=describe(self._phase.failure))
+
+    def add_ranks(self, part: EvalTotals) -> EvalTotals:
+        """Return the totals of all ranks for this one's, with the task's metrics of a whole set.
+
+        All ranks must call this together. Raises DataError.
+        """
+        return aggregate_ranks(self.task, sum_over_ranks(part, self.device))
 
     def sync_batch_norm_stats(self, *, fresh: bool = False) -> None:
         """Give all workers the same BatchNorm statistics, after a phase of synchronous training.

@@ -168,7 +168,8 @@ def _try_update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def _evaluate(task: Task, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     seed_all(0, generators=find_generators(task, model))
-    return evaluate_once(task, model, batch)
+    values = evaluate_once(task, model, batch)
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def _require_same_tensors(

@@ -1,19 +1,24 @@
 """What a training minimizes and measures: classification, or a task of the user's own.
 
 A task is a class with two methods and, for the metric that decides which weights are better, the
-attributes `metric` (default: loss) and `higher_is_better`. See docs/tasks.md.
+attributes `metric` (default: loss) and `higher_is_better`. With a third method, `aggregate`, it
+computes metrics of a whole set, such as F1, which are no means over samples. See docs/tasks.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from traceback import extract_tb
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_map
 
 from raytrain_opt.config.error_messages import nearest
 from raytrain_opt.config.functions import resolve_function
@@ -36,7 +41,10 @@ class Task(Protocol):
         """Return the mean loss over the samples of the batch, []."""
 
     def validation_metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
-        """Return `loss` and any other metrics of each sample, [samples] each."""
+        """Return `loss` and any other metrics of each sample, [samples] each.
+
+        With `aggregate`, others are its inputs: tensors [samples, ...], or lists of any values.
+        """
 
 
 class Classification:
@@ -151,10 +159,86 @@ def metric_of(task: Task) -> Metric:
     return Metric(name, getattr(task, "higher_is_better", name != "loss"))
 
 
+def aggregates(task: Task) -> bool:
+    """Return whether the task computes metrics of a whole set from the outputs of all samples."""
+    return getattr(task, "aggregate", None) is not None
+
+
+def keep_outputs(outputs: dict[str, list[Any]], values: Mapping[str, Any]) -> None:
+    """Append the outputs of a batch, on the CPU."""
+    for name, value in values.items():
+        cpu = value.detach().cpu() if isinstance(value, Tensor) else tree_map(_on_cpu, list(value))
+        outputs.setdefault(name, []).append(cpu)
+
+
+def aggregate(task: Any, parts: Sequence[Mapping[str, list[Any]]]) -> dict[str, float]:
+    """Return the task's metrics of a whole set; `parts`: the outputs of each rank, by batch.
+
+    Raises DataError: it raised, or returned something else than numbers with the metric that
+    decides.
+    """
+    batches: dict[str, list[Any]] = {}
+    for part in parts:
+        for name, of_rank in part.items():
+            batches.setdefault(name, []).extend(of_rank)
+    try:
+        outputs = {name: _join(name, values) for name, values in batches.items()}
+        is_metric = hasattr(task.aggregate, "compute")
+        values = _compute(task.aggregate, outputs) if is_metric else task.aggregate(outputs)
+        metrics = {name: float(value) for name, value in values.items()}
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError("task", f"aggregate raised {cause(error)}") from error
+    if (name := metric_of(task).name) not in ("loss", *metrics):
+        raise DataError("task", f"aggregate must return the metric {name}, not {list(metrics)}")
+    return metrics
+
+
+def _join(name: str, batches: list[Any]) -> Any:
+    if isinstance(batches[0], list):
+        return list(chain.from_iterable(batches))
+    shapes = sorted({tuple(batch.shape[1:]) for batch in batches})
+    if len(shapes) > 1:
+        rule = f"{name} has shapes {shapes[0]} and {shapes[-1]} in two batches, without the first"
+        hint = f"axis; return a list with the values of each sample: list({name})"
+        raise DataError("task", f"aggregate gets all outputs as one tensor, but {rule} {hint}")
+    return torch.cat(batches)
+
+
+def _compute(metric: Any, outputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers that a Metric or MetricCollection of torchmetrics computes."""
+    from torchmetrics import MetricCollection
+
+    collection = copy.deepcopy(metric)
+    if not isinstance(metric, MetricCollection):
+        collection = MetricCollection([collection])
+    for part in collection.values(copy_state=False):
+        part.distributed_available_fn = lambda: False  # the outputs are those of all ranks
+    collection.update(outputs["preds"], outputs["target"])
+    return {n: v for n, v in collection.compute().items() if getattr(v, "ndim", 0) == 0}
+
+
 def find_metric_names(task: Task, model: nn.Module, batch: Batch) -> tuple[str, ...]:
-    """Evaluate a batch of samples once, and preserve model and task; see `evaluate_once`."""
+    """Evaluate a batch of samples once, and preserve model and task; see `evaluate_once`.
+
+    Only `loss` if the task aggregates the others. Raises DataError for mistakes in `aggregate`.
+    """
     with preserve_model(model, next(leaves(batch.x)).device, task):
-        return tuple(evaluate_once(task, model, batch))
+        values = evaluate_once(task, model, batch)
+        if not aggregates(task):
+            return tuple(values)
+        outputs: dict[str, list[Any]] = {}
+        keep_outputs(outputs, values)
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                aggregate(task, [outputs])
+        except DataError as error:
+            # Two samples may be too few for a metric, which no mistake of these kinds explains.
+            mistakes = (TypeError, LookupError, AttributeError, NameError, ImportError)
+            if error.__cause__ is None or isinstance(error.__cause__, mistakes):
+                raise
+        return ("loss",)
 
 
 def evaluate_once(task: Task, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -168,13 +252,17 @@ def evaluate_once(task: Task, model: nn.Module, batch: Batch) -> dict[str, Tenso
             values = task.validation_metrics(model, batch.content)
     except Exception as error:
         raise explained(task, error, batch, "validation_metrics", model) from error
-    needed = dict.fromkeys(("loss", metric_of(task).name))
+    whole_set = aggregates(task)
+    needed = dict.fromkeys(("loss",) if whole_set else ("loss", metric_of(task).name))
     if not isinstance(values, Mapping) or not needed.keys() <= values.keys():
         rule = f"must return a dict with {' and '.join(needed)}"
         found = list(values) if isinstance(values, Mapping) else _described(values)
         raise DataError("task", f"validation_metrics {rule}, not {found}")
     for name, value in values.items():
-        if not isinstance(value, torch.Tensor) or value.shape != (batch.size,):
+        shape = value.shape if isinstance(value, torch.Tensor) else None
+        if whole_set and name != "loss":
+            shape = torch.Size([len(value)]) if isinstance(value, list) else shape and shape[:1]
+        if shape != (batch.size,):
             rule = f"must return one value per sample; for {batch.size} samples {name} is"
             raise DataError("task", f"validation_metrics {rule} {_described(value)}")
     return dict(values)
@@ -199,6 +287,10 @@ def count_flops(task: Task, model: nn.Module, batch: Batch) -> float:
         except RuntimeError:  # of the counter: the loss, which was tried, uses autograd.grad
             return float("inf")
     return 3 * counter.get_total_flops() / batch.size
+
+
+def _on_cpu(leaf: Any) -> Any:
+    return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
 
 
 def require_scalar(loss: object) -> None:
