@@ -181,7 +181,7 @@ def _try_network(
     task = build_task(job.task, job.loss, info)
     problems_of_several = _try_model(job, task, model, samples, classes)
     find_metric_names(task, model, samples[1])
-    if aggregates(task) and job.parallel.mode == "async":
+    if aggregates(task) and not job.parallel.common_steps:
         rule = "has aggregate, and with parallel.mode: async no worker has the outputs of all"
         raise JobError([Problem("task.name", rule)])
     if job.model.weights is not None and not resumed:
