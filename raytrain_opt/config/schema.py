@@ -65,9 +65,10 @@ class ModelSection(NamedSection):
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the model's constructor or function."""
     weights: Location | None = None
-    """Weights to start from: a file (safetensors, or a state_dict saved by torch), a run directory
-    or URI (its latest checkpoint), or the name of torchvision's weights for this network, such as
-    IMAGENET1K_V1. A last layer for another number of classes starts anew. Default: random ones."""
+    """Weights to start from: a file (safetensors, or a state_dict of torch), a folder of timm
+    or transformers, a run directory or URI (its latest checkpoint), or the name of torchvision's
+    weights for this network, such as IMAGENET1K_V1. A last layer for another number of classes
+    starts anew. Default: random ones."""
     freeze: list[str] = Field(default_factory=list)
     """Patterns of parameter names that are not trained, such as layer1.*; BatchNorm layers among
     them keep their statistics."""

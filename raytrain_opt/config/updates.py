@@ -267,10 +267,6 @@ class ParallelSection(Section):
     the exchange begin early. null: as in torch, 1 MiB and then 25 MiB."""
     compression: Literal["none", "bf16", "fp16"] = "none"
     """Data type in which gradients are sent; none: unchanged."""
-    noise_scale: bool = True
-    """Measure the gradient noise scale (McCandlish et al.) in one of 10 updates, from gradients
-    that the workers compute anyway; the result says how many more samples a larger batch would
-    need. Needs two micro-batches per update: two workers, or accumulation."""
 
     @property
     def measures_shares(self) -> bool:

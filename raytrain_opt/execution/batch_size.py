@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from statistics import harmonic_mean
 from typing import Any
 
 from raytrain_opt.clock import monotonic_s
@@ -261,17 +260,15 @@ def _measured_noise_scale(job: Job, note: Callable[[str], None]) -> float | None
     for run_dir in own_runs(job.storage_path, job.name):
         try:
             result = read_record(run_dir, "result.json", ResultRecord)
-            stages = result.noise_scale.stages if result and result.noise_scale else ()
-            if not stages:
+            if result is None or result.noise_scale is None:
                 continue
+            scale = result.noise_scale.value
             earlier: Any = read_yaml(read_text(run_dir, "job.yaml") or "{}", run_dir)
             if any(earlier.get(name) != plain[name] for name in _NOISE_SECTIONS):
                 continue
         except RaytrainOptError as error:
             note(f"the noise scale of {run_dir} is not used: {error}")
             continue
-        # For the same progress, samples grow by 1 + B / N: the mean over the training's halves.
-        scale = harmonic_mean([max(stage.value, 1e-9) for stage in stages])
         note(f"noise scale {scale:.3g}, as {run_dir} measured it")
         return scale
     return None

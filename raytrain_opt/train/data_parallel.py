@@ -121,7 +121,7 @@ class DataParallel(Parallel):
             if section.measures_shares
             else LoadBalance(section.speeds or [1.0] * world_size)
         )
-        self._noise = NoiseTracker(model, enabled=section.noise_scale)
+        self._noise = NoiseTracker(model)
         self.forward = self._wrap()
 
     @property

@@ -541,10 +541,7 @@ def test_files_are_found_from_any_folder(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "file,class\n",
-            "needs a first line with .* file, label and split; it has file, c",
-        ),
+        ("file,class\n", "needs a first line with .* file, label and split; it has file, c"),
         (f"file,label,split\n{ROWS}no.png,rex,train\n", r"line 5: there is no file .*/no\.png"),
         (f"file,label,split\n{ROWS}val/cat/0.png,,test\n", r"line 5: .* needs a label, .*''"),
         (f"file,label,split\n{ROWS}val/cat/0.png,rex,val\n", "line 5: .*train or test; .*'val'"),
