@@ -231,7 +231,8 @@ class Job(Section):
     """Seed of weights, sample order, augmentation and splits."""
     precision: Precision = "auto"
     """auto: bf16 on GPUs that have it, else fp32. fp32: on GPUs with TF32 for matrices and
-    convolutions, fp32_strict: without. bf16, fp16: automatic mixed precision."""
+    convolutions, fp32_strict: without. bf16, fp16: automatic mixed precision. With fp16, all
+    optimizers but SGD, Adam, AdamW and Adagrad wait for the GPU in each step."""
     channels_last: bool = True
     """Use the channels_last memory format for images and convolutions."""
     compile: Compile = "auto"
