@@ -21,6 +21,7 @@ from raytrain_opt.config.section import is_function_name
 from raytrain_opt.config.updates import OptimizerChoiceSection
 from raytrain_opt.errors import DataError, JobError, Problem, problems_of
 from raytrain_opt.execution.resolve import Facts, count_updates
+from raytrain_opt.optim.epoch_steps import length_of
 from raytrain_opt.search.factory import build_policy
 from raytrain_opt.storage import check_uri
 from raytrain_opt.train.learner_config import LearnerConfig
@@ -103,7 +104,9 @@ def try_job(
     problems = _check_worker_count(job, info)
     if not problems and job.batch_size_search is None:
         problems = problems_of(
-            lambda: build_policy(job, count_updates(LearnerConfig.from_job(job), info))
+            lambda: build_policy(
+                job, length_of(job), count_updates(LearnerConfig.from_job(job), info)
+            )
         )
     tried: list[tuple[Facts, ChooseThreads]] = []
     problems += problems_of(
