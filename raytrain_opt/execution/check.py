@@ -20,9 +20,8 @@ from raytrain_opt.config.data import (
     ImageFolderData,
     ShardsData,
 )
-from raytrain_opt.config.functions import resolve_function
 from raytrain_opt.config.learning_rate import ReplayPolicy
-from raytrain_opt.config.load import plain_job
+from raytrain_opt.config.load import plain_job, resolve_function
 from raytrain_opt.config.schema import Job
 from raytrain_opt.config.section import is_function_name
 from raytrain_opt.config.updates import OptimizerChoiceSection
