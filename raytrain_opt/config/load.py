@@ -1,4 +1,7 @@
-"""From a job file to a `Job` and back. Every error in the file is reported at once."""
+"""From a job file to a `Job` and back, and to the functions that it names.
+
+Every error in the file is reported at once.
+"""
 
 from __future__ import annotations
 

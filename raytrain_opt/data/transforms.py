@@ -1,4 +1,4 @@
-"""Crop, mirror and normalize batches.
+"""Crop, mirror, normalize and augment batches.
 
     u    uint8 value of a pixel, 0..255         m, s    mean and standard deviation of its channel,
     v    value that the model sees                      of values scaled to 0..1

@@ -2,8 +2,8 @@
 
 Start with `factory`: `check_model` finds wrong names and arguments of a job without building
 anything, `build_model` constructs its network. `networks` has the built-in ones and all names;
-`check_output` passes two samples through a built model. May import config, errors and random_state;
-torchvision is imported when a name is not built in.
+`check_output` passes two samples through a built model. May import config, errors and
+random_state; torchvision is imported when a name is not built in.
 """
 
 from raytrain_opt.models.factory import build_model, check_model, check_output

@@ -7,9 +7,9 @@
     optimizer = LARS(groups, lr=10.0, weight_decay=5e-5)
 
 Start with `schedules` (learning rates as functions of the step, and for another batch size) and
-`epoch_steps` (updates of each epoch), which are free of torch; then
-`large_batch` (LARS, RMSpropWarmup), `muon` and `averaging`. `factory` builds what the `optimizer` section of a job names,
-with its parameter groups. May import config and errors.
+`epoch_steps` (updates of each epoch), which are free of torch; then `large_batch` (LARS,
+RMSpropWarmup), `muon` and `averaging`. `factory` builds what the `optimizer` section of a job
+names, with its parameter groups. May import config and errors.
 """
 
 from __future__ import annotations
