@@ -196,7 +196,7 @@ def group_parameters(section: OptimizerSection, model: nn.Module) -> list[dict[s
             model,
             exclude_bias_and_norm=section.excludes_bias_and_norm,
             lr_multipliers=section.lr_multipliers,
-            use_muon=section.name == "Muon",
+            use_muon=section.traits.second_rule,
             aux_parameters=section.aux_parameters,
         )
     except ValueError as error:

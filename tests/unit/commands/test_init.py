@@ -338,10 +338,7 @@ def write_arrays(folder: Path, **arrays: Any) -> None:
             "no image can be read; .*/a/0.png .*: 16-bit or float gray image",
         ),
         (lambda folder: write_classes(folder, **{"a": 3, "\udce9": 3}), "'.*e9.* is not UTF-8"),
-        (
-            lambda folder: write_text(folder / "t.csv", b"\xe9"),
-            "t.csv; line 1 is not UTF-8 text",
-        ),
+        (lambda folder: write_text(folder / "t.csv", b"\xe9"), "t.csv; line 1 is not UTF-8 text"),
     ],
 )
 def test_a_folder_that_cannot_be_trained_on_is_explained(

@@ -33,7 +33,6 @@ from raytrain_opt.pools.in_process import InProcessPool, in_process_pools
 from raytrain_opt.pools.protocol import Pools, SynchronousTraining, TrainingOutcome
 from raytrain_opt.pools.worker import Slot, Worker
 from raytrain_opt.recording.records import StalenessRecord
-from raytrain_opt.search.factory import max_candidates
 from raytrain_opt.search.fixed_schedule import PlateauSchedule
 from raytrain_opt.search.policy import History, TrainEpoch
 from raytrain_opt.terminal import Terminal
@@ -407,7 +406,7 @@ def uninterrupted(
     kept = [line for line in run.outcome["rounds"] if line["kept_steps"]]
     assert all(line["search_on"] == job.search_on.replace("auto", "workers") for line in kept)
     assert bool(kept) == (job.learning_rate.policy == "stpt")
-    assert bool(run.outcome["rounds"]) == bool(max_candidates(job))
+    assert bool(run.outcome["rounds"]) == bool(job.learning_rate.max_candidates)
     restarts = any(line["restarts"] for line in run.outcome["schedule"])
     for line in run.outcome["schedule"]:  # of MUON, also where the default chooses it
         searched = job.learning_rate.policy == "stpt_horizon"
