@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -43,13 +44,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils.data import get_worker_info
 
 from raytrain_opt.config.data import BatchAugment
 from raytrain_opt.data.base import Batch
-from raytrain_opt.data.batch_reader import isolated_random_state
 from raytrain_opt.data.sampling import CropFlip, Indices, Purpose, generator, sample_seed
 from raytrain_opt.errors import DataError
-from raytrain_opt.random_state import seed_all
+from raytrain_opt.random_state import preserve_random_state, seed_all
 
 NormalizeSetting = Literal["auto", "none"] | tuple[list[float], list[float]]
 MeanStd = tuple[Sequence[float], Sequence[float]]
@@ -278,6 +279,11 @@ _ERASED_AREA, _ERASED_LOG_RATIO = (0.02, 1 / 3), math.log(10 / 3)
 _NEEDS, _IMAGES = "needs {}, which these samples are not", "images [channels, height, width]"
 
 Floats = npt.NDArray[np.float64]
+
+
+def isolated_random_state() -> AbstractContextManager[None]:
+    """Restore the caller's random state on exit; a loader process has none to preserve."""
+    return preserve_random_state() if get_worker_info() is None else nullcontext()
 
 
 class Augmentation:
