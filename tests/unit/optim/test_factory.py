@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode, UnsupportedFakeTensorException
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import UnsupportedOperatorException
 
 from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.errors import JobError
@@ -392,7 +393,7 @@ def test_fused_optimizers_update_parameters_of_a_gpu(name: str, args: dict[str, 
     """Fake tensors meet all of torch's checks before a kernel; some kernels have no fake form."""
     if name == "SGD":
         args = {**args, "momentum": 0.9}
-    with FakeTensorMode(allow_fallback_kernels=False), suppress(UnsupportedFakeTensorException):
+    with FakeTensorMode(allow_fallback_kernels=False), suppress(UnsupportedOperatorException):
         model = nn.Sequential(nn.Linear(3, 2, device="cuda"), nn.BatchNorm1d(2, device="cuda"))
         optimizer = build_optimizer(section(name, **args), model, steps_per_epoch=7)
         assert optimizer.defaults["fused"] or name == "Adagrad"
