@@ -105,11 +105,8 @@ def try_job(
     shared, info, samples = read_data(job)
     problems = _check_worker_count(job, info)
     if not problems and job.batch_size_search is None:
-        problems = problems_of(
-            lambda: build_policy(
-                job, length_of(job), count_updates(LearnerConfig.from_job(job), info)
-            )
-        )
+        learner, length = LearnerConfig.from_job(job), length_of(job)
+        problems = problems_of(lambda: build_policy(job, length, count_updates(learner, info)))
     tried: list[tuple[Facts, ChooseThreads]] = []
     problems += problems_of(
         lambda: tried.append(_try_network(job, info, samples, resumed=resumed))

@@ -83,9 +83,8 @@ def resolve(job: Job, facts: Facts, placement: Placement, global_batch_size: int
     `global_batch_size`: the one that was searched, or the job's own.
     """
     job = settle(job, placement, global_batch_size)
-    learner = LearnerConfig.from_job(job)
+    learner, length = LearnerConfig.from_job(job), length_of(job)
     steps = count_updates(learner, facts.info)
-    length = length_of(job)
     note, chosen = None, job
     if job.optimizer.chooses_freely:
         note = _why_without_muon(job, facts, length.total_steps(steps))

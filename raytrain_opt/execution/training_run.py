@@ -67,8 +67,6 @@ class TrainingRun:
         self.terminal, self.startup = workspace.terminal, workspace.startup
         self.recorder, self.checkpoints = recorder, checkpoints
         self.event_log, self.callbacks = event_log, callbacks
-        data, fields = DataFingerprint.of(resolved.info), job_fields(self.job)
-        self.progress = RunProgress(data=data, job=fields)
         self.length = TrainingLength(resolved, self.event_log)
         self._epoch = EpochMetrics(monotonic_s())
         self._lrs: list[float] = []  # of the finished epochs, which schedule.jsonl holds
@@ -80,6 +78,8 @@ class TrainingRun:
         self._worker_events = WorkerEvents(resolved.learner, self.event_log, pools.workers)
         for pool in pools.all:
             pool.on_wait = self._on_wait
+        data, fields = DataFingerprint.of(resolved.info), job_fields(self.job)
+        self.progress = RunProgress(data=data, job=fields)
 
     @property
     def history(self) -> History:
