@@ -20,9 +20,17 @@ from typing import Any
 import pytest
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
-FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
+FUSED = ("SGD", "Adam", "AdamW")
 OTHERS = (
-    *("RMSprop", "LARS", "Muon", "RMSpropWarmup", "ScheduleFreeSGD", "ScheduleFreeAdamW"),
+    *(
+        "Adagrad",
+        "RMSprop",
+        "LARS",
+        "Muon",
+        "RMSpropWarmup",
+        "ScheduleFreeSGD",
+        "ScheduleFreeAdamW",
+    ),
     *("NAdam", "RAdam", "Adadelta", "Adamax", "ASGD"),
 )
 
