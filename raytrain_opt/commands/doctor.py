@@ -36,7 +36,7 @@ from raytrain_opt.errors import JobError, Problem, ResourcesError, StorageError,
 from raytrain_opt.execution.check import check_data, check_job
 from raytrain_opt.monitoring import GpuState, gpu_states
 from raytrain_opt.recording.recorder import versions
-from raytrain_opt.report.formatting import times
+from raytrain_opt.report.plots import times
 
 Level = Literal["ok", "warning", "error"]
 _STYLES = {"ok": "green", "warning": "yellow", "error": "red"}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -20,8 +20,9 @@ from raytrain_opt.clock import monotonic_s
 from raytrain_opt.data.images import ImageError
 from raytrain_opt.data.sampling import Purpose, sample_seed
 from raytrain_opt.data.source import Sample, SampleSource, SourceSplit
+from raytrain_opt.data.transforms import isolated_random_state
 from raytrain_opt.errors import DataError, UserCodeError, origin
-from raytrain_opt.random_state import find_generators, preserve_random_state, seed_all
+from raytrain_opt.random_state import find_generators, seed_all
 from raytrain_opt.user_code import LOADER_SIGNAL, Stalled, exits_as_errors
 
 # Of one image, uint8 [C, H, W].
@@ -144,11 +145,6 @@ def _interruptible(started_s: float) -> Iterator[None]:
         yield
     finally:
         signal.signal(LOADER_SIGNAL, signal.SIG_IGN)
-
-
-def isolated_random_state() -> AbstractContextManager[None]:
-    """Restore the caller's random state on exit; a loader process has none to preserve."""
-    return preserve_random_state() if get_worker_info() is None else nullcontext()
 
 
 def keep_batch(batch: Any) -> Any:

@@ -13,12 +13,11 @@ import torch
 
 from raytrain_opt.config.data import ArraysData, ArraySetData, Augment, HoldOut
 from raytrain_opt.data import sampling, transforms
-from raytrain_opt.data.augmentation import Augmentation
 from raytrain_opt.data.base import Batch, DataInfo, TrainingData, count_classes, no_op
 from raytrain_opt.data.in_memory_sets import Array, DatasetArrays
 from raytrain_opt.data.sampling import Indices
 from raytrain_opt.data.source import SourceSplit
-from raytrain_opt.data.transforms import CopyStream, send
+from raytrain_opt.data.transforms import Augmentation, CopyStream, send
 from raytrain_opt.errors import DataError
 from raytrain_opt.results import Split
 

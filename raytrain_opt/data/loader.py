@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.data import HoldOut, LoaderSection
 from raytrain_opt.data import sampling, transforms
-from raytrain_opt.data.augmentation import Augmentation
 from raytrain_opt.data.base import Batch, DataInfo, TrainingData, count_classes
 from raytrain_opt.data.batch_reader import (
     BatchReader,
@@ -29,7 +28,7 @@ from raytrain_opt.data.batch_reader import (
 from raytrain_opt.data.nesting import leaves, map_leaves
 from raytrain_opt.data.sampling import Indices, Purpose
 from raytrain_opt.data.source import SampleSource, SourceSplit
-from raytrain_opt.data.transforms import CopyStream
+from raytrain_opt.data.transforms import Augmentation, CopyStream
 from raytrain_opt.errors import DataError
 from raytrain_opt.results import Split
 

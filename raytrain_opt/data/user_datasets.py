@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from raytrain_opt.config.data import DatasetData
-from raytrain_opt.config.functions import resolve_function
+from raytrain_opt.config.load import resolve_function
 from raytrain_opt.config.section import Instance, function_name
 from raytrain_opt.data.base import channel_axis, digest, layout_note
 from raytrain_opt.data.batch_reader import cause

@@ -13,9 +13,11 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING, Any
 
-from raytrain_opt.config.data import DataFile, DataSection
-from raytrain_opt.config.functions import resolve_function
-from raytrain_opt.config.load import plain_job
+from raytrain_opt.config.data import (
+    DataFile,
+    DataSection,
+)
+from raytrain_opt.config.load import plain_job, resolve_function
 from raytrain_opt.config.schema import Job
 from raytrain_opt.config.section import is_function_name
 from raytrain_opt.config.updates import OptimizerChoiceSection

@@ -14,7 +14,7 @@ from statistics import fmean, median
 from typing import Any
 
 from raytrain_opt.recording.records import RoundRecord, best_epoch
-from raytrain_opt.report.formatting import count, duration, percent, plain, rate, times
+from raytrain_opt.report.plots import count, duration, percent, plain, rate, times
 from raytrain_opt.report.run_reader import RunRecords
 from raytrain_opt.results import Metric
 

@@ -18,13 +18,13 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.optim.epoch_steps import EpochSteps, length_of
 from raytrain_opt.optim.schedules import build_schedule
-from raytrain_opt.search.evidence import guessing_loss
 from raytrain_opt.search.fixed_schedule import (
     FixedSchedule,
     PlannedSchedule,
     PlateauSchedule,
     RecordedSchedule,
 )
+from raytrain_opt.search.optimizer_race import guessing_loss
 from raytrain_opt.search.policy import Policy
 from raytrain_opt.search.stpt import Stpt
 from raytrain_opt.search.stpt_horizon import HorizonStpt

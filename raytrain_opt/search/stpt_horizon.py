@@ -73,7 +73,7 @@ class HorizonStpt(Policy):
     channel_norm: bool = True  # the network has BatchNorm, GroupNorm or InstanceNorm
     validation_size: int = 0  # samples of the validation split
     step_flops: float = math.inf  # operations of an update
-    guessing_loss: float = math.inf  # see `evidence`
+    guessing_loss: float = math.inf  # see `optimizer_race`
 
     def schedule(self, optimizer: int) -> RelativeSchedule:
         """Return the schedule of the full training, relative to the peak."""

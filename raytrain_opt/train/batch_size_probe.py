@@ -18,7 +18,7 @@ from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.batch_size import BatchSizeSection
 from raytrain_opt.data.base import Batch, no_op
 from raytrain_opt.errors import ResourcesError
-from raytrain_opt.models.dry_run import preserve_model
+from raytrain_opt.models.factory import preserve_model
 from raytrain_opt.monitoring import NullSampler, Sampler, UtilizationMonitor, open_sampler
 from raytrain_opt.optim.averaging import use_training_weights
 from raytrain_opt.optim.factory import update_weights

@@ -22,7 +22,7 @@ from raytrain_opt.commands import predict
 from raytrain_opt.commands.doctor import Finding, print_findings
 from raytrain_opt.commands.predict import Prediction
 from raytrain_opt.config.data import ArraySetData
-from raytrain_opt.config.functions import resolve_function
+from raytrain_opt.config.load import resolve_function
 from raytrain_opt.data.in_memory_sets import load_array_set
 from raytrain_opt.errors import DataError, JobError
 from raytrain_opt.paths import RunPaths
