@@ -91,6 +91,11 @@ class HorizonStpt(Policy):
         return Attempt() if self.epochs is None else latest_attempt(history, self.epochs)
 
     @property
+    def search_updates(self) -> float:
+        known = self.epochs is not None and self.race(History()).is_possible
+        return self._budget(History()) if known else 0
+
+    @property
     def last_restart(self) -> int:
         return 0 if self.epochs is None else last_restart(self.epochs)
 
