@@ -17,6 +17,7 @@ from raytrain_opt.errors import PoolError, RaytrainOptError
 from raytrain_opt.execution.backend import open_backend
 from raytrain_opt.execution.resolve import Placement, scaled_lr, settle
 from raytrain_opt.execution.workspace import Workspace, open_frontend, open_workspace
+from raytrain_opt.optim.epoch_steps import length_of
 from raytrain_opt.optim.schedules import ScalingRule
 from raytrain_opt.paths import own_runs
 from raytrain_opt.pools.protocol import Prober
@@ -205,7 +206,7 @@ def _summary(record: BatchSizeRecord, job: Job, train_size: int) -> Iterator[str
     """Yield the result of a search in words, and what it may cost the training."""
     size, lr = record.global_batch_size, record.learning_rate
     before, after = (
-        Updates.count(train_size, batch, job.epochs, job.batch_ramp.steps)
+        Updates.count(train_size, batch, length_of(job), job.batch_ramp.steps)
         for batch in (size.before, size.after)
     )
     yield (
@@ -235,7 +236,8 @@ def _bounds(
     """Return the sizes that leave enough memory and updates; say where updates bound them."""
     own = job.global_batch_size // workers
     steps, rule = job.batch_ramp.steps, _scaling_rule(job)
-    largest = largest_size(section, own, train_size, job.epochs, workers, steps, rule)
+    length = length_of(job)
+    largest = largest_size(section, own, train_size, length, workers, steps, rule)
     bounds = SizeBounds(largest, train_size // workers, workers, own)
     note(
         f"batch sizes of 1 to {largest} per worker are allowed, by the size of the training set, "
@@ -243,9 +245,8 @@ def _bounds(
         f"{section.min_updates} and max_batch_size of batch_size_search (without it, the rate "
         f"grows {LARGEST_LR_FACTOR}-fold at most)"
     )
-    if job.train_for is not None:
-        max_step_s = _TRAINING_FRACTION * job.train_for / section.min_updates
-        bounds = replace(bounds, max_step_s=max_step_s)
+    max_step_s = _TRAINING_FRACTION * length.seconds / section.min_updates
+    bounds = replace(bounds, max_step_s=max_step_s)
     if getattr(section, "objective", None) in ("auto", "goodput"):
         bounds = replace(bounds, noise_scale=_measured_noise_scale(job, note))
     return bounds

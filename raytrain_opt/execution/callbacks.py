@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from raytrain_opt.clock import monotonic_s
-from raytrain_opt.config.functions import resolve_function
+from raytrain_opt.config.load import resolve_function
 from raytrain_opt.config.schema import Job, TrackingSection
 from raytrain_opt.errors import Problem
 from raytrain_opt.paths import RunPaths

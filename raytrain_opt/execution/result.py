@@ -28,7 +28,7 @@ from raytrain_opt.recording.records import (
     best_epoch,
 )
 from raytrain_opt.report import try_write_report
-from raytrain_opt.report.formatting import duration, percent, plain, rate
+from raytrain_opt.report.plots import duration, percent, plain, rate
 from raytrain_opt.results import Metric
 from raytrain_opt.search.noise_scale import pool_noise_scales
 from raytrain_opt.storage import join, write_text

@@ -193,10 +193,11 @@ class DataParallel(Parallel):
 
     def report(self) -> dict[str, object]:
         section, largest = self._section, max(self.speeds)
-        is_sync = section.mode == "sync"
         return {
             "mode": section.mode,
-            "speeds": None if is_sync else [round(v / largest, 3) for v in self.speeds],
+            "speeds": None
+            if section.equal_shares
+            else [round(v / largest, 3) for v in self.speeds],
             "gradient_buckets": section.gradient_buckets,
             "compression": section.compression,
         }

@@ -22,8 +22,8 @@ from raytrain_opt.commands import predict
 from raytrain_opt.commands.doctor import Finding, print_findings
 from raytrain_opt.commands.predict import Prediction
 from raytrain_opt.config.data import ArraySetData
-from raytrain_opt.config.functions import resolve_function
-from raytrain_opt.data.in_memory_sets import load_arrays
+from raytrain_opt.config.load import resolve_function
+from raytrain_opt.data.in_memory_sets import load_array_set
 from raytrain_opt.errors import DataError, JobError
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.pools.launcher import environment
@@ -171,7 +171,7 @@ def test_a_download_with_another_hash_is_refused_and_not_unpacked(
     monkeypatch.setattr(torchvision.datasets.utils, "extract_archive", unpack)
     section = ArraySetData(name=name, root=str(tmp_path), download=True)
     with pytest.raises(DataError, match=f"data.name: {name} .* could not be downloaded"):
-        load_arrays(section)
+        load_array_set(section)
     assert "not what was published" in everything_in(tmp_path)
 
 

@@ -28,6 +28,7 @@ from raytrain_opt.data import load_shared_data, open_data
 from raytrain_opt.data.base import Batch
 from raytrain_opt.data.image_folder import ImageFolderSource, list_folder
 from raytrain_opt.data.loader import DataLoaderData
+from raytrain_opt.data.user_datasets import UserDatasetSource
 from raytrain_opt.errors import DataError
 
 CPU = torch.device("cpu")
@@ -42,13 +43,16 @@ def new_data(
 ) -> DataLoaderData:
     """Hold out a tenth unless the section or `hold_out` says otherwise."""
     fraction = 0.1 if section.validation_fraction is None else section.validation_fraction
-    return DataLoaderData(
+    data = open_data(
         section,
+        None,
         hold_out=hold_out or HoldOut(fraction),
         seed=seed,
         device=CPU,
         channels_last=channels_last,
     )
+    assert isinstance(data, DataLoaderData)
+    return data
 
 
 @contextmanager
@@ -700,7 +704,8 @@ class Pair(NamedTuple):
 def test_batches_of_a_task_have_the_nesting_of_its_samples(workers: int) -> None:
     sample = {"a": Pair(torch.ones(2), (1, Pair(2.0, [3])))}
     section = samples_section(sample, loader_workers=workers)
-    data = DataLoaderData(section, HoldOut(0), 0, CPU, False, classification=False)
+    source = UserDatasetSource(section, 0, classification=False)
+    data = DataLoaderData(source, section, HoldOut(0), 0, CPU, False)
     [batch] = data.eval_batches("test", 0, 1, 4)
     data.close()
     assert batch.y is None
