@@ -83,13 +83,13 @@ class BatchReader(Dataset[Sample]):
         seed: int,
         skip: bool,
         policy: Policy | None = None,
-        collate: Callable[[list[Sample]], Any] = default_collate,
+        collate: Callable[[SourceSplit, list[Sample]], Any] | None = None,
     ) -> None:
         self._source = source
         self._seed = seed
         self._skip = skip
         self._policy = policy
-        self._collate = collate
+        self._collate = collate or (lambda _, samples: default_collate(samples))
         # Generators of the user's Datasets, and the split and epoch where they were looked for.
         self._generators = find_generators(source)
         self._searched: tuple[SourceSplit, int] | None = None
@@ -127,7 +127,9 @@ class BatchReader(Dataset[Sample]):
             rule = f"no sample of {request.name} can be read; the last: {reason}"
             return LoadedBatch((), len(request.indices), DataError(self._source.field, rule))
         skipped = len(request.indices) - len(samples)
-        return LoadedBatch(self._collate(samples), skipped, None, samples=len(samples))
+        return LoadedBatch(
+            self._collate(request.split, samples), skipped, None, samples=len(samples)
+        )
 
     def _read(self, request: BatchRequest, index: int, key: int) -> Sample:
         """Read a sample with its random numbers; again, if that has created a generator."""

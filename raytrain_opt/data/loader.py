@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.data import DatasetData, HoldOut, ImageFolderData, ShardsData
@@ -124,7 +124,7 @@ class DataLoaderData(TrainingData):
         self._pairs = classification or not isinstance(source, UserDatasetSource)
         self._copies, self._section = CopyStream(device), section
         skip = section.on_unreadable == "skip"
-        collate = getattr(source, "collate", default_collate)
+        collate = getattr(source, "collate", None)
         self._reader = BatchReader(source, seed, skip, self._augment.policy, collate)
         self._loader = _ReusedLoader(section, self._reader, device)
 

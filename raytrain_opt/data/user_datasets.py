@@ -52,6 +52,8 @@ class UserDatasetSource:
         self.notes: tuple[str, ...] = ()
         collate = section.collate or getattr(self._datasets["train"], "collate_fn", None)
         self._collate = None if collate is None else resolve_function(collate, "data.collate")
+        own = None if section.collate else getattr(self._datasets["test"], "collate_fn", None)
+        self._collate_test = own or self._collate
         self.example = self._probe(section.on_unreadable == "skip")
         first = next(leaves(self.example))
         self.sample_shape: tuple[int, ...] = tuple(first.shape)
@@ -102,15 +104,16 @@ class UserDatasetSource:
             raise self._error(split, index, f"{rule}correct the label or data.num_classes")
         return (x.permute(1, 2, 0).contiguous() if self.is_image else x), label
 
-    def collate(self, samples: list[Sample]) -> Any:
+    def collate(self, split: SourceSplit, samples: list[Sample]) -> Any:
         """Return the batch of the samples: stacked, or by the user's function, checked.
 
         In it arrays become tensors and float64 becomes float32. Raises DataError.
         """
-        if self._collate is None:
+        collate = self._collate if split == "train" else self._collate_test
+        if collate is None:
             return default_collate(samples)
         try:
-            batch = map_leaves(_as_tensor, self._collate(samples))
+            batch = map_leaves(_as_tensor, collate(samples))
         except Exception as error:
             kind = type(samples[0]).__name__
             rule = f"raised {cause(error)}; called with a list of {len(samples)} samples ({kind})"
@@ -188,7 +191,7 @@ class UserDatasetSource:
             try:
                 with seeded(index):
                     if self._collate is not None:
-                        return self.collate([self._datasets["train"][index]])
+                        return self.collate("train", [self._datasets["train"][index]])
                     return self._sample("train", index)
             except DataError:
                 raise
