@@ -136,7 +136,7 @@ def main() -> None:
         say(json.dumps({name: results[name]}))
     about = {"machine": machine(), "versions": _versions()}
     setting = {key: value for key, value in vars(args).items() if key != "data_root"}
-    print(json.dumps({"cases": results, **setting, **about}))
+    print(json.dumps({**setting, **about, "cases": results}))
 
 
 def run_case(name: str, args: argparse.Namespace) -> dict[str, object]:

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.common import synthetic_images
-from raytrain_opt.config.functions import resolve_function
+from raytrain_opt.config.load import resolve_function
 
 Pair = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
 

@@ -290,7 +290,7 @@ def parameter_server(
 
     `shards`: their number, by default one for each node.
     """
-    if config.parallel.mode != "async":
+    if config.parallel.common_steps:
         yield None
         return
     name = f"ssp-coordinator-{secrets.token_hex(8)}"

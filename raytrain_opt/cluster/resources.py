@@ -72,7 +72,7 @@ class PoolRequest:
             candidates,
             job.search_on,
             job.batch_norm.sync,
-            job.parallel.mode == "async",
+            not job.parallel.common_steps,
         )
 
 
@@ -200,7 +200,7 @@ def _worker_count(
     request: PoolRequest, nodes: Sequence[Mapping[str, float]], *, use_gpu: bool
 ) -> int:
     workers = request.workers
-    if workers.count != "auto" or not use_gpu:
+    if workers.is_given or not use_gpu:
         return workers.size
     devices = max(1, int((workers.resources or {}).get("GPU", 1)))
     room = sum(int(node.get("GPU", 0)) // devices for node in nodes)

@@ -31,14 +31,12 @@ from raytrain_opt.cluster.connection import (
     total_resources,
 )
 from raytrain_opt.cluster.resources import PoolPlan, PoolRequest, plan_pools
-from raytrain_opt.config.data import DatasetData, ImageFolderData
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem, ResourcesError, StorageError, printable
 from raytrain_opt.execution.check import check_data, check_job
 from raytrain_opt.monitoring import GpuState, gpu_states
 from raytrain_opt.recording.recorder import versions
-from raytrain_opt.report.formatting import times
-from raytrain_opt.search.factory import max_candidates
+from raytrain_opt.report.plots import times
 
 Level = Literal["ok", "warning", "error"]
 _STYLES = {"ok": "green", "warning": "yellow", "error": "red"}
@@ -156,7 +154,7 @@ class NodeInspector:
         except StorageError as error:
             storage_error = str(error)
         # Each worker and slot reads these data itself; the driver reads the in-memory sets.
-        if job is not None and isinstance(job.data, ImageFolderData | DatasetData):
+        if job is not None and job.data.on_nodes:
             problems = check_data(job.data)
         return NodeFacts(
             socket.gethostname(),
@@ -283,7 +281,9 @@ def _check_room(job: Job | None) -> tuple[list[Finding], PoolPlan | None]:
     if job is None:
         return [], None
     try:
-        plan = plan_pools(PoolRequest.from_job(job, max_candidates(job)), total_resources())
+        plan = plan_pools(
+            PoolRequest.from_job(job, job.learning_rate.max_candidates), total_resources()
+        )
     except ResourcesError as error:
         remedy = (
             "change the job as described; if the cluster adds nodes automatically, a run waits "

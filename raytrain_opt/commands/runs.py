@@ -25,7 +25,7 @@ from raytrain_opt.recording.records import (
     ResultRecord,
 )
 from raytrain_opt.remote import is_leased
-from raytrain_opt.report.formatting import duration, percent, rate
+from raytrain_opt.report.plots import duration, percent, rate
 from raytrain_opt.storage import check_uri, is_remote, last_name, local_path, storage_errors
 
 State = Literal[

@@ -6,6 +6,7 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.config.section import function_name
 from raytrain_opt.errors import JobError, printable
 from raytrain_opt.execution.check import check_job, try_local_job
+from raytrain_opt.optim.epoch_steps import length_of
 
 
 def validate(job: Job, job_file: str) -> str:
@@ -20,17 +21,16 @@ def validate(job: Job, job_file: str) -> str:
     if facts is not None:
         summary, notes = facts.info.summary, [*facts.info.notes]
     searched = job.batch_size_search
-    length = f"{job.epochs} epochs" if job.epochs else f"{job.train_for:g} s"
     split = ", divided among the free GPUs"
-    if job.workers.count != "auto":
+    if job.workers.is_given:
         split = f" = {job.workers.size} workers x {job.batch_size_per_worker}"
     lines = {
         "model": function_name(job.model.name),
         **summary,
         "data": ", ".join(filter(None, (function_name(job.data.name), summary["data"]))),
-        "learning rate": _learning_rate(job),
+        "learning rate": job.learning_rate.summary,
         "optimizer": " or ".join(str(optimizer.name) for optimizer in job.optimizers),
-        "training": f"{length}, precision {job.precision}, seed {job.seed}",
+        "training": f"{length_of(job)}, precision {job.precision}, seed {job.seed}",
         "global batch": f"{job.global_batch_size}{split}"
         + (f", before the search by {searched.strategy}" if searched else ""),
         "results": job.storage_path,
@@ -38,14 +38,3 @@ def validate(job: Job, job_file: str) -> str:
     shown = [f"{name:14} {text}" for name, text in lines.items()]
     texts = (printable(text, kept="") for text in (*shown, *notes))
     return "\n  ".join((f"{job_file}: valid", *texts))
-
-
-def _learning_rate(job: Job) -> str:
-    policy = job.learning_rate
-    if policy.policy == "replay":
-        return f"replay of {policy.schedule}"
-    if policy.policy == "schedule":
-        return f"{policy.shape} from {policy.initial:g}"
-    if policy.policy == "stpt_horizon":
-        return f"{policy.shape} decay; its peak is searched, starting at {policy.initial:g}"
-    return f"stpt from {policy.initial:g}, candidates {policy.candidates}, alpha {policy.alpha:g}"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 from pydantic import Discriminator, Field, Tag
 
@@ -41,6 +41,11 @@ class BatchAugment(Section):
     cutmix: Annotated[float, Field(ge=0, le=100)] = 0.0
     """alpha as for mixup, e.g. 1. 0: no cutmix. With both, each half of the steps."""
 
+    @property
+    def mixes(self) -> bool:
+        """Whether samples and their labels are mixed with others."""
+        return bool(self.mixup or self.cutmix)
+
 
 class Augment(BatchAugment):
     """Random changes to training images; applied to batches on the device for in-memory sets."""
@@ -49,6 +54,11 @@ class Augment(BatchAugment):
     """Pixels of padding before a random crop to the old size. 0: no crop."""
     flip: bool = False
     """Mirror left-right with probability 0.5."""
+
+
+def _default_augment(section: dict[str, Any]) -> Augment:
+    is_cifar = section.get("name") in ("cifar10", "cifar100")
+    return Augment(crop_padding=4, flip=True) if is_cifar else Augment()
 
 
 @dataclass(frozen=True)
@@ -69,7 +79,25 @@ class HoldOut:
         return max(1, min(int(self.fraction * size), _MAX_VALIDATION_SAMPLES))
 
 
+class DataFile(NamedTuple):
+    """A file or folder that data are read from: `path`, which the job names in `field`."""
+
+    field: str
+    path: str
+    kind: Literal["file", "folder", "uri"]
+    hint: str | None = None
+
+
 class _DataSection(NamedSection):
+    """What kinds of data can do.
+
+    `on_nodes`: each worker and slot reads the samples itself. `any_samples`: with a task of the
+    user's own, samples are any nesting of tensors.
+    """
+
+    on_nodes: ClassVar[bool] = False
+    any_samples: ClassVar[bool] = False
+
     validation_fraction: Fraction | None = None
     """Fraction of the training set held out to score candidates (the validation split), at most
     5,000 samples: during the whole training, or with policy stpt_horizon during the search and,
@@ -88,6 +116,15 @@ class _DataSection(NamedSection):
     image_folder those of ImageNet; float arrays are not normalized). none: do not normalize.
     [[means], [deviations]]: use these, for values scaled to 0..1."""
 
+    @property
+    def is_balanced(self) -> bool:
+        """Whether an epoch has equally many samples of each class."""
+        return self.sampler == "balanced"
+
+    def files(self) -> Iterable[DataFile]:
+        """Yield the files and folders that must be there."""
+        return ()
+
     def broken_rules(self) -> Iterator[BrokenRule]:
         """Refuse samplers that do not exist."""
         if self.sampler not in ("random", "balanced") and not is_function_name(self.sampler):
@@ -97,20 +134,28 @@ class _DataSection(NamedSection):
 class ArraySetData(_DataSection):
     """A public image set that fits in memory."""
 
+    labels_field: ClassVar[str] = "data.name"
+
     name: ArraySet
     """digits comes with this package, the others with torchvision."""
     root: Location = "~/.cache/raytrain_opt"
     """Folder of the torchvision data sets."""
     download: bool = False
     """Download the data set if it is missing."""
-    augment: Augment | None = None
+    augment: Augment = Field(default_factory=_default_augment)
     """Default: crop_padding 4 and flip for CIFAR, which a section replaces; none for the
     others."""
+
+    def files(self) -> Iterator[DataFile]:
+        if self.name != "digits" and not self.download:
+            hint = "data.download: true downloads the set"
+            yield DataFile("data.root", self.root, "folder", hint)
 
 
 class ArraysData(_DataSection):
     """Arrays of your own as .npy files: x [samples, ...] and y [samples], the class numbers."""
 
+    labels_field: ClassVar[str] = "data.train.1"
     download: ClassVar[bool] = False
 
     name: Literal["arrays"]
@@ -123,9 +168,17 @@ class ArraysData(_DataSection):
     augment: Augment = Field(default_factory=Augment)
     """Only for uint8 images, [samples, height, width, channels] or with channels first."""
 
+    def files(self) -> Iterator[DataFile]:
+        for split, paths in (("train", self.train), ("test", self.test)):
+            yield DataFile(f"data.{split}.0", paths[0], "file")
+            yield DataFile(f"data.{split}.1", paths[1], "file")
 
-class _LoaderSection(_DataSection):
+
+class LoaderSection(_DataSection):
+    """Samples that are read one at a time."""
+
     download: ClassVar[bool] = False
+    on_nodes: ClassVar[bool] = True
 
     loader_workers: Literal["auto"] | Annotated[int, Field(ge=0, le=256)] = "auto"
     """Loader processes per worker and slot; 0: load in the process itself. auto: 2, and more when
@@ -138,7 +191,7 @@ class _LoaderSection(_DataSection):
     report counts those of the training."""
 
 
-class ImageFolderData(_LoaderSection):
+class ImageFolderData(LoaderSection):
     """Image files in the layout of ImageNet, root/train/<class>/*, or listed in a CSV file."""
 
     name: Literal["image_folder"]
@@ -159,6 +212,14 @@ class ImageFolderData(_LoaderSection):
     """Leave out gray images, whose files have one channel; the header of each file is read at the
     start. false: they become RGB."""
 
+    def files(self) -> Iterator[DataFile]:
+        yield DataFile("data.root", self.root, "folder")
+        if self.labels is not None:
+            yield DataFile("data.labels", self.labels, "uri")
+            return
+        for split in ("train_split", "test_split"):
+            yield DataFile(f"data.{split}", f"{self.root}/{getattr(self, split)}", "folder")
+
     def broken_rules(self) -> Iterator[BrokenRule]:
         """Refuse folders of splits beside a file that names the split of each image."""
         yield from super().broken_rules()
@@ -166,7 +227,7 @@ class ImageFolderData(_LoaderSection):
             yield "labels", "has a column split; remove train_split and test_split"
 
 
-class ShardsData(_LoaderSection):
+class ShardsData(LoaderSection):
     """Images in tar files (WebDataset format), local or in an object storage."""
 
     name: Literal["shards"]
@@ -188,6 +249,10 @@ class ShardsData(_LoaderSection):
     """Size of the cache on each node; those used longest ago are removed. It has to hold two times
     shuffle_shards."""
 
+    def files(self) -> Iterator[DataFile]:
+        yield DataFile("data.train", self.train, "uri")
+        yield DataFile("data.test", self.test, "uri")
+
     def broken_rules(self) -> Iterator[BrokenRule]:
         """Refuse an order of samples that would need all shards at once."""
         yield from super().broken_rules()
@@ -195,8 +260,10 @@ class ShardsData(_LoaderSection):
             yield "sampler", "of your own would read all shards at once; use image_folder"
 
 
-class DatasetData(_LoaderSection):
+class DatasetData(LoaderSection):
     """Data of your own: a function returning (train, test), torch Datasets of (x, label)."""
+
+    any_samples: ClassVar[bool] = True
 
     name: NameOrInstance
     """package.module:function; from Python also the two Datasets."""

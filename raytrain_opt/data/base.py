@@ -25,6 +25,8 @@ from raytrain_opt.results import Split
 if TYPE_CHECKING:
     import torch
 
+    from raytrain_opt.data.in_memory_sets import DatasetArrays
+    from raytrain_opt.data.source import SampleSource
     from raytrain_opt.data.transforms import Preprocessing
 from hashlib import blake2b
 
@@ -132,6 +134,7 @@ class TrainingData(ABC):
     """
 
     info: DataInfo
+    source: DatasetArrays | SampleSource
     # Called for each batch between reading it and moving it to the device; probes time both.
     on_copy: Callable[[], None] = staticmethod(no_op)
 

@@ -18,17 +18,14 @@ import numpy.typing as npt
 from raytrain_opt import storage
 from raytrain_opt.config.data import ImageFolderData
 from raytrain_opt.data.base import digest, excerpt, spread
-from raytrain_opt.data.batch_reader import Sample, SourceSplit
 from raytrain_opt.data.images import (
     SUFFIXES,
     ImageError,
-    center_crop,
     open_image,
-    random_crop,
     read_image_file,
 )
 from raytrain_opt.data.sampling import Indices
-from raytrain_opt.data.transforms import IMAGENET_MEAN_STD, MeanStd
+from raytrain_opt.data.source import ImageSource, SourceSplit
 from raytrain_opt.errors import DataError, StorageError, printable
 
 Row = dict[str, str]
@@ -97,7 +94,7 @@ _SYSTEM_FOLDERS = ("__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN", "lost+found
 _GRAY_MODES = ("1", "L", "LA", "I", "I;16", "F")
 
 
-class ImageFolderSource:
+class ImageFolderSource(ImageSource):
     """Images of two folders as uint8 [image_size, image_size, 3]; grayscale becomes RGB.
 
     Raises DataError: a folder, a class in one of them or a file of the CSV file is missing, or
@@ -105,10 +102,9 @@ class ImageFolderSource:
     """
 
     field = "data.root"
-    is_image = True
-    mean_std: MeanStd | None = IMAGENET_MEAN_STD
 
     def __init__(self, section: ImageFolderData) -> None:
+        super().__init__(section.image_size, crops_at_random=section.random_crop)
         left_out: Counter[str] = Counter()
         if section.labels is not None:
             self._folders = _read_labels(section, section.labels)
@@ -133,30 +129,24 @@ class ImageFolderSource:
                 raise DataError("data.color_only", f"leaves no image of {gray[0]}: all are gray")
         self._root = os.fsencode(f"{Path(section.root).expanduser().absolute()}/")
         self.notes = left_out_note(left_out)
-        self._size, self._random_crop = section.image_size, section.random_crop
         self.class_names = tuple(self._folders["train"].classes)
         for name in self.class_names:
             if name.encode(errors="ignore").decode() != name:
                 raise DataError(self.field, f"class {name!a} is not UTF-8 text; rename its folder")
         self.num_classes = len(self.class_names)
-        self.labels: Indices = self._folders["train"].labels
-        self.sample_shape = (3, section.image_size, section.image_size)
+
+    @property
+    def labels(self) -> Indices:
+        return self._folders["train"].labels
 
     def size(self, split: SourceSplit) -> int:
         """Return the number of files."""
         return len(self._folders[split])
 
-    def read(self, split: SourceSplit, index: int, augment: bool) -> Sample:
-        """Return a random crop, perhaps mirrored, when `augment` and the job agree, or the center.
-
-        Decoding errors pass through.
-        """
-        crop = random_crop if augment and self._random_crop else center_crop
-        label = int(self._folders[split].labels[index])
-        return crop(self.content(split, index), self._size), label
+    def label(self, split: SourceSplit, index: int) -> int:
+        return int(self._folders[split].labels[index])
 
     def content(self, split: SourceSplit, index: int) -> bytes:
-        """Return the image file."""
         return read_image_file(self._folders[split][index][0])
 
     def describe(self, split: SourceSplit, index: int) -> str:

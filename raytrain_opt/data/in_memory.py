@@ -13,12 +13,11 @@ import torch
 
 from raytrain_opt.config.data import ArraysData, ArraySetData, Augment, HoldOut
 from raytrain_opt.data import sampling, transforms
-from raytrain_opt.data.augmentation import Augmentation
 from raytrain_opt.data.base import Batch, DataInfo, TrainingData, count_classes, no_op
-from raytrain_opt.data.batch_reader import SourceSplit
 from raytrain_opt.data.in_memory_sets import Array, DatasetArrays
 from raytrain_opt.data.sampling import Indices
-from raytrain_opt.data.transforms import CopyStream, send
+from raytrain_opt.data.source import SourceSplit
+from raytrain_opt.data.transforms import Augmentation, CopyStream, send
 from raytrain_opt.errors import DataError
 from raytrain_opt.results import Split
 
@@ -45,17 +44,16 @@ class InMemoryData(TrainingData):
         device: torch.device,
         channels_last: bool,
     ) -> None:
-        x = arrays.train_x
+        self.source, x = arrays, arrays.train_x
         is_image = x.dtype == np.uint8
         shape = (x.shape[3], *x.shape[1:3]) if is_image else x.shape[1:]
         self._augment = _resolve_augment(section, is_image)
         self._more = Augmentation(self._augment, seed, shape, is_uint8=is_image)
-        labels = arrays.train_y if section.sampler == "balanced" else None
+        labels = arrays.train_y if section.is_balanced else None
         sampler = sampling.own_sampler(section.sampler)
         self._split = sampling.TrainingSplit(
             len(x), hold_out, seed, balanced_labels=labels, sampler=sampler
         )
-        field = "data.train.1" if section.name == "arrays" else "data.name"
         self._seed = seed
         auto = None
         if is_image and section.normalize == "auto":
@@ -68,7 +66,7 @@ class InMemoryData(TrainingData):
             *self._split.sizes,
             test_size=len(arrays.test_x),
             class_names=arrays.class_names,
-            class_counts=count_classes(arrays.train_y, arrays.num_classes, field),
+            class_counts=count_classes(arrays.train_y, arrays.num_classes, section.labels_field),
             preprocessing=preprocessing,
             notes=arrays.notes,
         )
@@ -167,9 +165,6 @@ def _upload(array: Array, device: torch.device) -> torch.Tensor:
 
 
 def _resolve_augment(section: ArraySetData | ArraysData, is_image: bool) -> Augment:
-    if section.augment is None:
-        cifar = section.name in ("cifar10", "cifar100")
-        return Augment(crop_padding=4 if cifar else 0, flip=cifar)
     if not is_image and (section.augment.crop_padding or section.augment.flip):
         rule = "crop and flip need uint8 images [samples, height, width, channels]; remove it"
         raise DataError("data.augment", rule)

@@ -16,28 +16,22 @@ import torch
 from torch.utils.data import DataLoader
 
 from raytrain_opt.clock import monotonic_s
-from raytrain_opt.config.data import DatasetData, HoldOut, ImageFolderData, ShardsData
+from raytrain_opt.config.data import HoldOut, LoaderSection
 from raytrain_opt.data import sampling, transforms
-from raytrain_opt.data.augmentation import Augmentation
 from raytrain_opt.data.base import Batch, DataInfo, TrainingData, count_classes
 from raytrain_opt.data.batch_reader import (
     BatchReader,
     BatchRequest,
     LoadedBatch,
-    SourceSplit,
     keep_batch,
 )
-from raytrain_opt.data.image_folder import ImageFolderSource
 from raytrain_opt.data.nesting import leaves, map_leaves
 from raytrain_opt.data.sampling import Indices, Purpose
-from raytrain_opt.data.shards import ShardSource
-from raytrain_opt.data.transforms import CopyStream
-from raytrain_opt.data.user_datasets import UserDatasetSource
+from raytrain_opt.data.source import SampleSource, SourceSplit
+from raytrain_opt.data.transforms import Augmentation, CopyStream
 from raytrain_opt.errors import DataError
 from raytrain_opt.results import Split
 
-# Samples of each set that are read before a run; more would cost seconds with large images.
-_CHECKED_SAMPLES = 16
 # Batches that each loader process prepares ahead.
 _PREFETCH = 2
 # Of `loader_workers: auto`, until batches were measured: with one process, every delay is waited
@@ -51,59 +45,30 @@ _SPARE = 1.25
 class DataLoaderData(TrainingData):
     """`TrainingData` over samples that are read one at a time: image files, a user's Datasets.
 
-    `files`: the images or shards, if they are listed already. Without `classification`, samples
-    of a user's Datasets are any nesting of tensors. Raises DataError for wrong folders, Datasets
-    or settings.
+    Raises DataError for settings that do not match the samples.
     """
+
+    source: SampleSource
 
     def __init__(
         self,
-        section: ImageFolderData | ShardsData | DatasetData,
+        source: SampleSource,
+        section: LoaderSection,
         hold_out: HoldOut,
         seed: int,
         device: torch.device,
         channels_last: bool,
-        *,
-        files: ImageFolderSource | ShardSource | None = None,
-        classification: bool = True,
     ) -> None:
-        source: ImageFolderSource | ShardSource | UserDatasetSource
-        if isinstance(section, ImageFolderData):
-            source = files or ImageFolderSource(section)
-        elif isinstance(section, ShardsData):
-            source = files or ShardSource(section)
-        else:
-            source = UserDatasetSource(section, seed, classification=classification)
-        self.source = source
-        self._shards = source if isinstance(source, ShardSource) else None
-        shape = source.sample_shape
+        self.source, shape = source, source.sample_shape
         preprocessing = transforms.resolve_preprocessing(
             section.normalize,
             shape,
             source.is_image,
             source.mean_std,
-            center_crop=isinstance(section, ImageFolderData | ShardsData),
+            center_crop=source.is_cropped,
         )
         self._transform = transforms.make_transform(preprocessing, shape, device, channels_last)
-        is_balanced = section.sampler == "balanced"
-        if is_balanced and source.labels is None:
-            rule = "balanced needs the class of each sample: `targets` of the training Dataset"
-            raise DataError("data.sampler", rule)
-        permutation = self._shards.permutation if self._shards else np.random.Generator.permutation
-        lengths, window = None, getattr(section, "group_by_length", None)
-        if window is not None:
-            assert isinstance(source, UserDatasetSource)
-            lengths = source.lengths()
-        self._split = sampling.TrainingSplit(
-            source.size("train"),
-            hold_out,
-            seed,
-            permutation,
-            source.labels if is_balanced else None,
-            sampler=sampling.own_sampler(section.sampler),
-            lengths=lengths,
-            window=window or 1,
-        )
+        self._split = _split_training_set(source, section, hold_out, seed)
         self._augment = Augmentation(section.augment, seed, shape, is_uint8=source.is_image)
         self._test = np.arange(source.size("test"))
         self.info = DataInfo(
@@ -114,18 +79,16 @@ class DataLoaderData(TrainingData):
             class_names=source.class_names,
             class_counts=count_classes(source.labels, source.num_classes, source.field),
             preprocessing=preprocessing,
-            notes=getattr(source, "notes", ()),
-            example=getattr(source, "example", None),
+            notes=source.notes,
+            example=source.example,
         )
         dtype = None if preprocessing.mean_std else self.info.dtype
         if section.augment.mixup and dtype is not None and not dtype.is_floating_point:
             rule = f"needs samples of floats or images; these are {dtype}"
             raise DataError("data.augment.mixup", rule)
-        self._pairs = classification or not isinstance(source, UserDatasetSource)
-        self._copies, self._section = CopyStream(device), section
+        self._copies = CopyStream(device)
         skip = section.on_unreadable == "skip"
-        collate = getattr(source, "collate", None)
-        self._reader = BatchReader(source, seed, skip, self._augment.policy, collate)
+        self._reader = BatchReader(source, seed, skip, self._augment.policy)
         self._loader = _ReusedLoader(section, self._reader, device)
 
     def train_batches(
@@ -152,7 +115,9 @@ class DataLoaderData(TrainingData):
                 keys = sampling.sample_keys(step, part.rows, global_batch_size)
                 name = f"micro-batch {number} of {num_micro_batches}, step {step}, epoch {epoch}"
                 first = step * global_batch_size
-                self._prepare("train", order, first + part.rows.start, first + part.rows.stop)
+                self.source.prepare(
+                    "train", order, first + part.rows.start, first + part.rows.stop
+                )
                 requested.append((step, part))
                 samples, purpose = part.samples.tolist(), Purpose.TRAIN_SAMPLE
                 yield BatchRequest(name, "train", purpose, epoch, samples, keys.tolist())
@@ -182,7 +147,7 @@ class DataLoaderData(TrainingData):
             for start in range(0, len(samples), batch_size):
                 name = f"batch {start // batch_size} of rank {rank} of the {split} split"
                 batch = samples[start : start + batch_size]
-                self._prepare(source_split, samples, start, start + batch_size)
+                self.source.prepare(source_split, samples, start, start + batch_size)
                 yield BatchRequest(name, source_split, purpose, 0, batch.tolist())
 
         return self._batches(requests(), evaluation=True)
@@ -213,14 +178,13 @@ class DataLoaderData(TrainingData):
     def _spread(self, split: SourceSplit) -> Indices:
         """Return a few samples that are spread over a set."""
         indices = self._test if split == "test" else self._split.training.samples
-        spread = np.linspace(0, len(indices) - 1, _CHECKED_SAMPLES).astype(np.int64)
-        # Shards of a storage would all be copied.
-        return indices[:1] if self._shards else indices[np.unique(spread)]
+        spread = np.linspace(0, len(indices) - 1, self.source.checked_samples).astype(np.int64)
+        return indices[np.unique(spread)]
 
     def _read_here(self, split: SourceSplit, samples: list[int]) -> LoadedBatch:
         """Read samples in this process."""
         purpose = Purpose.TEST_SAMPLE if split == "test" else Purpose.VALIDATION_SAMPLE
-        self._prepare(split, np.asarray(samples), 0, len(samples))
+        self.source.prepare(split, np.asarray(samples), 0, len(samples))
         request = BatchRequest(f"the {split} set", split, purpose, 0, samples)
         return self._reader.__getitems__([request])
 
@@ -236,10 +200,6 @@ class DataLoaderData(TrainingData):
         """End the loader processes; a later phase would start new ones."""
         self._loader.close()
 
-    def _prepare(self, split: SourceSplit, order: Indices, start: int, stop: int) -> None:
-        if self._shards is not None:
-            self._shards.prepare(split, order, start, stop)
-
     def _copy(self, content: Any) -> Any:
         """Return a batch's tensors on the device, in their nesting."""
         copies = iter(self._copies.copy(*leaves(content)))
@@ -249,7 +209,7 @@ class DataLoaderData(TrainingData):
 
     def _to_device(self, loaded: LoadedBatch) -> Batch:
         content, skipped = self._copy(loaded.content), loaded.skipped
-        if not self._pairs:
+        if not self.source.has_pairs:
             return Batch(content, None, skipped, samples=loaded.samples)
         x, y = content
         return Batch(self._transform(x), y, skipped, samples=loaded.samples)
@@ -271,6 +231,25 @@ class DataLoaderData(TrainingData):
             raise unreadable
 
 
+def _split_training_set(
+    source: SampleSource, section: LoaderSection, hold_out: HoldOut, seed: int
+) -> sampling.TrainingSplit:
+    labels = source.labels if section.is_balanced else None
+    if section.is_balanced and labels is None:
+        rule = "balanced needs the class of each sample: `targets` of the training Dataset"
+        raise DataError("data.sampler", rule)
+    return sampling.TrainingSplit(
+        source.size("train"),
+        hold_out,
+        seed,
+        source.permutation,
+        labels,
+        sampler=sampling.own_sampler(section.sampler),
+        lengths=source.lengths,
+        window=source.window,
+    )
+
+
 class _ReusedLoader:
     """One DataLoader for all phases; each phase (training or evaluation) has its own requests.
 
@@ -281,7 +260,7 @@ class _ReusedLoader:
 
     def __init__(
         self,
-        section: ImageFolderData | ShardsData | DatasetData,
+        section: LoaderSection,
         reader: BatchReader,
         device: torch.device,
     ) -> None:

@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raytrain_opt.config.data import HoldOut
-from raytrain_opt.config.functions import resolve_function
+from raytrain_opt.config.load import resolve_function
 from raytrain_opt.config.section import function_name, is_function_name
 from raytrain_opt.errors import DataError
 from raytrain_opt.results import EVAL_BLOCK_SIZE

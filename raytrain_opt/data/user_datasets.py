@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import IterableDataset
 
 from raytrain_opt.config.data import DatasetData
-from raytrain_opt.config.functions import resolve_function
+from raytrain_opt.config.load import resolve_function
 from raytrain_opt.config.section import Instance, function_name
 from raytrain_opt.data.base import channel_axis, digest, layout_note
-from raytrain_opt.data.batch_reader import Sample, SourceSplit, cause
+from raytrain_opt.data.batch_reader import cause
 from raytrain_opt.data.nesting import leaves, map_leaves
 from raytrain_opt.data.sampling import Indices, Purpose, sample_seed
-from raytrain_opt.data.transforms import MeanStd
+from raytrain_opt.data.source import Sample, SampleSource, SourceSplit
 from raytrain_opt.errors import DataError
 from raytrain_opt.random_state import seeded
 
@@ -26,7 +26,7 @@ from raytrain_opt.random_state import seeded
 _MAX_TRIES = 100
 
 
-class UserDatasetSource:
+class UserDatasetSource(SampleSource):
     """Samples of the Datasets (train, test) that the user's function returns.
 
     With `classification` they are (x, label): uint8 [C, H, W] or [H, W, C] is an image and
@@ -36,20 +36,17 @@ class UserDatasetSource:
     """
 
     field = "data.name"
-    mean_std: MeanStd | None = None  # unknown without reading all samples
 
     def __init__(self, section: DatasetData, seed: int, *, classification: bool = True) -> None:
-        name, self._classification = section.name, classification
+        name, self.has_pairs = section.name, classification
         self._name = function_name(name)
         self._datasets = _call(name, section.args, seed)
         for split in self._datasets:
             self._check_dataset(split)
         self.num_classes = self._resolve_num_classes(section.num_classes)
         names = getattr(self._datasets["train"], "classes", None)
-        self.class_names: tuple[str, ...] = ()
         if isinstance(names, Collection) and len(names) == self.num_classes:
             self.class_names = tuple(map(str, names))
-        self.notes: tuple[str, ...] = ()
         collate = section.collate or getattr(self._datasets["train"], "collate_fn", None)
         self._collate = None if collate is None else resolve_function(collate, "data.collate")
         own = None if section.collate else getattr(self._datasets["test"], "collate_fn", None)
@@ -61,6 +58,8 @@ class UserDatasetSource:
             self.sample_shape = self.sample_shape[1:]
         self.is_image = classification and first.dtype == torch.uint8 and self._collate is None
         self._expected = self._describe(self.example)
+        if section.group_by_length is not None:
+            self.lengths, self.window = self._lengths(), section.group_by_length
 
     @property
     def labels(self) -> Indices | None:
@@ -73,7 +72,7 @@ class UserDatasetSource:
         if labels.shape != (len(train),) or labels.dtype.kind not in "iu":
             return None
         is_class = (labels >= 0) & (labels < self.num_classes)
-        return labels.astype(np.int64) if self._classification and is_class.all() else None
+        return labels.astype(np.int64) if self.has_pairs and is_class.all() else None
 
     def digest(self) -> str:
         """Return a digest of the labels, where they are known, and of the form of a sample."""
@@ -90,13 +89,13 @@ class UserDatasetSource:
             return self._datasets[split][index]
         sample = self._sample(split, index)
         if (described := self._describe(sample)) != self._expected:
-            name = "x" if self._classification else "it"
+            name = "x" if self.has_pairs else "it"
             rule = (
                 f"{name} is {described} but the first training sample's is {self._expected}; all "
                 "must be the same, e.g. by a resize in the Dataset, or data.collate pads them"
             )
             raise self._error(split, index, rule)
-        if not self._classification:
+        if not self.has_pairs:
             return sample
         x, label = sample
         if not 0 <= label < self.num_classes:
@@ -111,7 +110,7 @@ class UserDatasetSource:
         """
         collate = self._collate if split == "train" else self._collate_test
         if collate is None:
-            return default_collate(samples)
+            return super().collate(split, samples)
         try:
             batch = map_leaves(_as_tensor, collate(samples))
         except Exception as error:
@@ -121,7 +120,7 @@ class UserDatasetSource:
         if not any(True for _ in leaves(batch)):
             rule = f"must return tensors, or a dict, list or tuple with them, not {batch!r:.100}"
             raise DataError("data.collate", rule)
-        return self._checked_pair(batch) if self._classification else batch
+        return self._checked_pair(batch) if self.has_pairs else batch
 
     def _checked_pair(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return x and y of a collated batch. Raises DataError unless y are classes."""
@@ -139,7 +138,7 @@ class UserDatasetSource:
         rule += f"needs a task of its own; it returned {_describe(batch)}"
         raise DataError("data.collate", rule)
 
-    def lengths(self) -> Indices:
+    def _lengths(self) -> Indices:
         """Return `lengths` of the training Dataset. Raises DataError."""
         size = self.size("train")
         lengths = np.asarray(getattr(self._datasets["train"], "lengths", ()))
@@ -151,7 +150,7 @@ class UserDatasetSource:
     def _describe(self, sample: Sample) -> str:
         """Return types and shapes of a sample; of a collated one the types, which are alike."""
         if self._collate is None:
-            return _describe(sample[0] if self._classification else sample)
+            return _describe(sample[0] if self.has_pairs else sample)
         return str(map_leaves(lambda leaf: str(getattr(leaf, "dtype", leaf)), sample))
 
     def describe(self, split: SourceSplit, index: int) -> str:
@@ -178,7 +177,7 @@ class UserDatasetSource:
             return int(train.num_classes)
         if getattr(train, "classes", None) is not None:
             return len(train.classes)
-        if not self._classification:
+        if not self.has_pairs:
             return 1
         rule = "has neither num_classes nor classes, so write the number in the job"
         raise DataError("data.num_classes", f"the train set of {self._name} {rule}")
@@ -203,7 +202,7 @@ class UserDatasetSource:
 
     def _sample(self, split: SourceSplit, index: int) -> Sample:
         sample = self._datasets[split][index]
-        if not self._classification:
+        if not self.has_pairs:
             return self._tensors(split, index, sample)
         if not isinstance(sample, (tuple, list)) or len(sample) != 2:
             raise self._error(

@@ -11,18 +11,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from raytrain_opt.config.data import (
-    ArraysData,
-    ArraySetData,
+    DataFile,
     DataSection,
-    ImageFolderData,
-    ShardsData,
 )
-from raytrain_opt.config.functions import resolve_function
-from raytrain_opt.config.learning_rate import ReplayPolicy
-from raytrain_opt.config.load import plain_job
+from raytrain_opt.config.load import plain_job, resolve_function
 from raytrain_opt.config.schema import Job
 from raytrain_opt.config.section import is_function_name
 from raytrain_opt.config.updates import OptimizerChoiceSection
@@ -37,7 +32,6 @@ if TYPE_CHECKING:
 
     from raytrain_opt.data.base import Batch, DataInfo
     from raytrain_opt.data.factory import SharedData
-    from raytrain_opt.data.loader import DataLoaderData
     from raytrain_opt.train.task import Task
 
 _DATA_FUNCTIONS = ("name", "collate", "sampler")
@@ -80,42 +74,20 @@ def check_sections(sections: Mapping[str, Any]) -> list[Problem]:
 def check_data(data: DataSection) -> list[Problem]:
     """Return every problem of the functions, files or folders that the data are read from."""
     fields = {f"data.{field}": getattr(data, field, None) for field in _DATA_FUNCTIONS}
-    checks = (
-        partial(resolve_function, function, field)
+    problems = [
+        problem
         for field, function in fields.items()
         if function is not None and is_function_name(function)
-    )
-    return [*(p for check in checks for p in problems_of(check)), *_check_files(data)]
-
-
-def _check_files(data: DataSection) -> list[Problem]:
-    match data:
-        case ArraysData():
-            pairs = {"train": data.train, "test": data.test}
-            return [
-                problem
-                for split, pair in pairs.items()
-                for i, path in enumerate(pair)
-                for problem in _check_path(f"data.{split}.{i}", path, folder=False)
-            ]
-        case ImageFolderData():
-            problems = _check_path("data.root", data.root, folder=True)
-            if data.labels is not None:
-                return problems + check_uri(data.labels, "data.labels")
-            splits = {"data.train_split": data.train_split, "data.test_split": data.test_split}
-            return problems or [
-                problem
-                for field, split in splits.items()
-                for problem in _check_path(field, f"{data.root}/{split}", folder=True)
-            ]
-        case ShardsData():
-            return [*check_uri(data.train, "data.train"), *check_uri(data.test, "data.test")]
-        case ArraySetData(name="digits") | ArraySetData(download=True):
-            return []
-        case ArraySetData():
-            hint = "data.download: true downloads the set"
-            return _check_path("data.root", data.root, folder=True, hint=hint)
-    return []
+        for problem in problems_of(partial(resolve_function, function, field))
+    ]
+    faulty: list[str] = []
+    for file in data.files():
+        if file.path.startswith(tuple(faulty)):  # below a folder that is missing
+            continue
+        found = check_uri(file.path, file.field) if file.kind == "uri" else _check_path(file)
+        problems += found
+        faulty += [f"{file.path}/"] * bool(found)
+    return problems
 
 
 def try_job(
@@ -183,8 +155,7 @@ def read_data(job: Job) -> tuple[SharedData, DataInfo, tuple[Batch, Batch]]:
         samples = train, data.first_samples("test")
     finally:
         data.close()
-    source = cast("DataLoaderData", data).source if shared is None else shared
-    return shared, replace(data.info, digest=source.digest()), samples
+    return shared, replace(data.info, digest=data.source.digest()), samples
 
 
 def _check_worker_count(job: Job, info: DataInfo) -> list[Problem]:
@@ -212,20 +183,21 @@ def _try_network(
     task = build_task(job.task, job.loss, info)
     problems_of_several = _try_model(job, task, model, samples, classes)
     find_metric_names(task, model, samples[1])
-    if aggregates(task) and job.parallel.mode == "async":
+    if aggregates(task) and not job.parallel.common_steps:
         rule = "has aggregate, and with parallel.mode: async no worker has the outputs of all"
         raise JobError([Problem("task.name", rule)])
     if job.model.weights is not None and not resumed:
         fit_pretrained(model.state_dict(), read_pretrained(job.model), classes)
-    groups = {str(o.name): group_parameters(o, model) for o in job.optimizers}
+    groups = [group_parameters(optimizer, model) for optimizer in job.optimizers]
     sample_flops, search_flops, muon_flops = 0.0, math.inf, 0.0
-    if job.learning_rate.policy == "stpt_horizon":
+    if job.learning_rate.searches_first:
         sample_flops = count_flops(task, model, samples[0])
         search_flops = _estimated(sample_flops, model, shape)
     if job.optimizer.chooses_freely:
-        matrices = [p.shape for g in groups["Muon"] if g["use_muon"] for p in g["params"]]
+        own = (group for section in groups for group in section if group.get("use_muon"))
+        matrices = [p.shape for group in own for p in group["params"]]
         muon_flops = orthogonalization_flops(matrices)
-    if job.parallel.mode == "async":
+    if not job.parallel.common_steps:
         from raytrain_opt.async_training.weight_shard import split_parameters
 
         split_parameters(model, 1)
@@ -307,7 +279,7 @@ def _check_callbacks(names: Sequence[str | Callable[..., Any]]) -> list[Problem]
 def _check_optimizers(section: OptimizerChoiceSection) -> list[Problem]:
     from raytrain_opt.optim.factory import check_optimizer
 
-    if section.name != "auto":
+    if not section.is_choice:
         return check_optimizer(section)
     return [
         replace(problem, path=problem.path.replace("optimizer", f"optimizer.candidates.{i}", 1))
@@ -319,8 +291,8 @@ def _check_optimizers(section: OptimizerChoiceSection) -> list[Problem]:
 def _check_schedule(section: Any) -> list[Problem]:
     from raytrain_opt.search.factory import read_schedule
 
-    replays = isinstance(section, ReplayPolicy)
-    return problems_of(lambda: read_schedule(section.schedule)) if replays else []
+    recorded = section.recorded
+    return [] if recorded is None else problems_of(lambda: read_schedule(recorded))
 
 
 def _check_sampler(sections: Mapping[str, Any]) -> list[Problem]:
@@ -333,19 +305,19 @@ def _check_sampler(sections: Mapping[str, Any]) -> list[Problem]:
     return problems_of(lambda: check_sampler(search, use_gpu=False))
 
 
-def _check_path(field: str, path: str, *, folder: bool, hint: str | None = None) -> list[Problem]:
-    """Return a problem unless `path` is an existing folder or file, as the field needs."""
-    kind = "folder" if folder else "file"
-    if "://" in path:
+def _check_path(file: DataFile) -> list[Problem]:
+    """Return a problem unless it is there and a folder or a file, as the field needs."""
+    kind, shown = file.kind, repr(file.path)
+    if "://" in file.path:
         rule = f"must be a {kind} in the file system of every node, not a URI"
-        return [Problem(field, rule, repr(path))]
+        return [Problem(file.field, rule, shown)]
     try:
-        mode = Path(path).expanduser().stat().st_mode
+        mode = Path(file.path).expanduser().stat().st_mode
     except FileNotFoundError:
         rule = f"no such {kind} on this machine (the job is checked where it starts)"
-        return [Problem(field, rule, repr(path), hint)]
+        return [Problem(file.field, rule, shown, file.hint)]
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: an unknown ~user
         reason = error.strerror if isinstance(error, OSError) else None
-        return [Problem(field, f"cannot be read: {reason or error}", repr(path), hint)]
-    is_right_kind = S_ISDIR(mode) if folder else S_ISREG(mode)
-    return [] if is_right_kind else [Problem(field, f"must be a {kind}", repr(path), hint)]
+        return [Problem(file.field, f"cannot be read: {reason or error}", shown, file.hint)]
+    is_right_kind = S_ISDIR(mode) if kind == "folder" else S_ISREG(mode)
+    return [] if is_right_kind else [Problem(file.field, f"must be a {kind}", shown, file.hint)]

@@ -35,7 +35,6 @@ from raytrain_opt.execution.signals import StopRequest
 from raytrain_opt.execution.workspace import Frontend, Workspace
 from raytrain_opt.pools.launcher import environment
 from raytrain_opt.pools.protocol import Pools
-from raytrain_opt.search.factory import max_candidates
 from raytrain_opt.storage import join
 from raytrain_opt.threads import Cores, start_thread
 from raytrain_opt.train.learner_config import OBJECT_SECTIONS
@@ -146,7 +145,7 @@ class RayBackend:
     def place(self, facts: Facts, *, search: bool = True) -> Placement:
         """Plan the pools when there is room; report where the plan differs from the job."""
         job, note = self._job, self._frontend.terminal.note
-        candidates = max_candidates(job) if search else 0
+        candidates = job.learning_rate.max_candidates if search else 0
         request = PoolRequest.from_job(job, candidates)
         self.plan = plan = plan_when_there_is_room(request, job.timeouts.start_s, note)
         for text in plan.notes:
@@ -154,7 +153,7 @@ class RayBackend:
         if plan.search_reason:
             where = f"{plan.slots} slots" if plan.slots else "all workers"
             note(f"candidates train on {where}: {plan.search_reason}")
-        if plan.workers > 1 and job.parallel.mode != "async" and facts.problems_of_several:
+        if plan.workers > 1 and job.parallel.common_steps and facts.problems_of_several:
             raise JobError(facts.problems_of_several)
         threads = job.workers.threads
         if self._cores is not None and self.owns_ray and not plan.use_gpu:

@@ -151,8 +151,9 @@ def _job(
     seed: int,
 ) -> Job:
     """Return the training as a job. Raises JobError for a loader without batches of one size."""
-    if loader.batch_size is None or loader.collate_fn is not default_collate:
-        rule = "must have a batch_size, and no batch sampler or collate_fn of your own"
+    collate = loader.collate_fn
+    if loader.batch_size is None:
+        rule = "must have a batch_size, and no batch sampler of your own"
         raise JobError([Problem("loader", rule)], "find_optimizer")
     on_gpu = next(model.parameters()).device.type != "cpu"
     values = {
@@ -161,6 +162,8 @@ def _job(
             "name": (loader.dataset, loader.dataset),
             "loader_workers": loader.num_workers,
             "drop_last": loader.drop_last,
+            # In a function, as it may be an object.
+            "collate": None if collate is default_collate else lambda samples: collate(samples),
         },
         "task": loss if hasattr(loss, "training_loss") else LossTask(loss),
         "epochs": epochs,

@@ -28,9 +28,9 @@ from raytrain_opt.recording.records import (
     best_epoch,
 )
 from raytrain_opt.report import try_write_report
-from raytrain_opt.report.formatting import duration, percent, plain, rate
+from raytrain_opt.report.plots import duration, percent, plain, rate
 from raytrain_opt.results import Metric
-from raytrain_opt.search.noise_scale import summarize
+from raytrain_opt.search.noise_scale import pool_noise_scales
 from raytrain_opt.storage import join, write_text
 from raytrain_opt.terminal import print_summary
 from raytrain_opt.train.trained_model import model_metadata
@@ -60,7 +60,7 @@ def open_training_run(
     recorder = Recorder(paths)
     event_log = EventLog(recorder, workspace.terminal.note, workspace.startup.began_s)
     writer = CheckpointWriter(checkpoints, paths, event_log, job.timeouts.no_progress_s)
-    callbacks = Callbacks(job, paths, event_log, pools.observers)
+    callbacks = Callbacks(job, paths, event_log)
     run = TrainingRun(resolved, pools, workspace, recorder, writer, event_log, callbacks)
     if resolved.note is not None and run.checkpoints.latest is None:
         run.event_log.log("optimizer", 1, resolved.note)
@@ -111,6 +111,7 @@ def finish(run: TrainingRun) -> RunResult:
 def _result(run: TrainingRun, epochs: Sequence[EpochRecord]) -> ResultRecord:
     best = best_epoch(epochs)
     progress = run.progress
+    noise = [e.noise_scale for e in epochs if e.noise_scale is not None]
     return ResultRecord(
         finished_utc=utc_now(),
         job=run.job.name,
@@ -130,7 +131,7 @@ def _result(run: TrainingRun, epochs: Sequence[EpochRecord]) -> ResultRecord:
         time_to_first_step_s=run.startup.marks_s.get("first_step_s"),
         startup_s=dict(run.startup.marks_s),
         parallel=progress.parallel,
-        noise_scale=summarize([e.noise_scale for e in epochs if e.noise_scale is not None]),
+        noise_scale=pool_noise_scales(noise) if noise else None,
         restarts={pool.name: pool.restarts() for pool in run.backend.pools},
         versions=versions(),
         hardware=_hardware(run),

@@ -11,8 +11,7 @@ from typing import Any
 
 from raytrain_opt import storage
 from raytrain_opt.config.error_messages import shown
-from raytrain_opt.config.functions import refuse_functions
-from raytrain_opt.config.load import flatten, parse_job, plain_job
+from raytrain_opt.config.load import flatten, parse_job, plain_job, refuse_functions
 from raytrain_opt.config.schema import Job
 from raytrain_opt.config.section import is_instance
 from raytrain_opt.errors import JobError, Problem

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.util.metrics import Gauge
 
 from raytrain_opt.async_training.actors import (
     AsynchronousWorkers,
@@ -29,21 +28,12 @@ from raytrain_opt.pools.programs import ResidentConfig, SynchronousWorkers
 from raytrain_opt.pools.protocol import Pools, SynchronousTraining
 from raytrain_opt.pools.ray_pool import ProbingSlot, RayPool, running
 from raytrain_opt.pools.state_store import RayStateStore
-from raytrain_opt.recording.records import EpochRecord
 from raytrain_opt.train.learner_config import OBJECT_SECTIONS, LearnerConfig
 
 # Seconds for the pools to leave a Ray that we started: it is shut down anyway.
 _OWN_RAY_STOP_S = 1.0
 # A look for room between two epochs: Ray places a group within milliseconds, if at all.
 _LOOK_S = 2.0
-# Field of an epoch, and what the gauge of Ray's metrics shows. Ray puts "ray_" before the names.
-_GAUGES = {
-    "epoch": "Finished epochs.",
-    "train_loss": "Mean training loss of the last epoch.",
-    "test_metric": "The test metric that decides, such as the accuracy, 0..1.",
-    "lr": "Learning rate of the last step.",
-    "samples_per_s": "Samples per second of the last epoch, all workers together.",
-}
 
 
 def start_launcher(*, local: bool, start_s: float, import_all: bool) -> Any:
@@ -162,7 +152,6 @@ def start_pools(
                 plan.use_gpu,
                 total_resources,
                 plan.search_reason,
-                observers=(RayMetrics(workspace.paths.run_id),),
             )
 
 
@@ -220,21 +209,3 @@ def _resident_config(
         ray_storage_path=workspace.paths.ray_storage,
         workers=SynchronousWorkers() if server is None else AsynchronousWorkers(server),
     )
-
-
-class RayMetrics:
-    """Sets gauges of Ray raytrain_opt_NAME, for dashboards, tagged `run`, after each epoch."""
-
-    def __init__(self, run_id: str) -> None:
-        self._gauges = {
-            name: Gauge(f"raytrain_opt_{name}", text, tag_keys=("run",)).set_default_tags(
-                {"run": run_id}
-            )
-            for name, text in _GAUGES.items()
-        }
-
-    def on_epoch(self, record: EpochRecord) -> None:
-        for name, gauge in self._gauges.items():
-            value = getattr(record, name)
-            if value is not None:
-                gauge.set(value)

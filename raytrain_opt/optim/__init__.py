@@ -7,9 +7,9 @@
     optimizer = LARS(groups, lr=10.0, weight_decay=5e-5)
 
 Start with `schedules` (learning rates as functions of the step, and for another batch size) and
-`epoch_steps` (updates of each epoch), which are free of torch; then `lars`, `muon`,
-`rmsprop_warmup` and `averaging`. `factory` builds what the `optimizer` section of a job names,
-with its parameter groups. May import config and errors.
+`epoch_steps` (updates of each epoch), which are free of torch; then `large_batch` (LARS,
+RMSpropWarmup), `muon` and `averaging`. `factory` builds what the `optimizer` section of a job
+names, with its parameter groups. May import config and errors.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from raytrain_opt.optim.schedules import (
 
 if TYPE_CHECKING:
     from raytrain_opt.optim.factory import ScheduledLR
-    from raytrain_opt.optim.lars import LARS
+    from raytrain_opt.optim.large_batch import LARS, RMSpropWarmup
     from raytrain_opt.optim.muon import Muon
-    from raytrain_opt.optim.rmsprop_warmup import RMSpropWarmup
 
 __all__ = [
     "LARS",
@@ -52,9 +51,9 @@ __all__ = [
 # Imported on first use: these need torch, which takes seconds to import, while `search` and the
 # command line import schedules and steps from this package without it.
 _NEED_TORCH = {
-    "LARS": "lars",
+    "LARS": "large_batch",
     "Muon": "muon",
-    "RMSpropWarmup": "rmsprop_warmup",
+    "RMSpropWarmup": "large_batch",
     "ScheduledLR": "factory",
 }
 

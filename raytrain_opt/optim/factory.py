@@ -24,13 +24,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from raytrain_opt.config.error_messages import nearest
-from raytrain_opt.config.functions import resolve_function
+from raytrain_opt.config.load import resolve_function
 from raytrain_opt.config.section import is_function_name
 from raytrain_opt.config.updates import MomentumWarmup, OptimizerSection
 from raytrain_opt.errors import JobError, Problem, listed
-from raytrain_opt.optim.lars import LARS, has_fused_kernels
+from raytrain_opt.optim.large_batch import LARS, RMSpropWarmup, has_fused_kernels
 from raytrain_opt.optim.muon import Muon
-from raytrain_opt.optim.rmsprop_warmup import RMSpropWarmup
 from raytrain_opt.optim.schedules import Schedule
 
 _NORMALIZATION = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -197,7 +196,7 @@ def group_parameters(section: OptimizerSection, model: nn.Module) -> list[dict[s
             model,
             exclude_bias_and_norm=section.excludes_bias_and_norm,
             lr_multipliers=section.lr_multipliers,
-            use_muon=section.name == "Muon",
+            use_muon=section.traits.second_rule,
             aux_parameters=section.aux_parameters,
         )
     except ValueError as error:

@@ -199,7 +199,6 @@ class Pools:
     use_gpu: bool
     node_resources: Callable[[], list[dict[str, float]]]
     search_reason: str = ""  # where it was chosen
-    observers: Sequence[object] = ()  # further callbacks of the run
 
     @property
     def search(self) -> tuple[Literal["slots", "workers"], str]:

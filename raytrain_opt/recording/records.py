@@ -15,7 +15,7 @@ from pydantic import Field
 
 from raytrain_opt.results import Metric, Probe
 from raytrain_opt.search.fixed_schedule import RecordedEpoch
-from raytrain_opt.search.noise_scale import NoiseScale, NoiseScaleSummary
+from raytrain_opt.search.noise_scale import NoiseScale
 from raytrain_opt.search.policy import NOT_DECIDED
 
 if TYPE_CHECKING:
@@ -363,8 +363,8 @@ class ResultRecord(Record):
             "How workers exchanged gradients; `step`: what was chosen for a training step."
         )
     )
-    noise_scale: NoiseScaleSummary | None = Field(
-        description="Noise scale of the training; null when not measured."
+    noise_scale: NoiseScale | None = Field(
+        description="Noise scale over all epochs; null when not measured."
     )
     restarts: dict[str, int] = Field(description="Restarts by pool, of the last execution.")
     versions: dict[str, str] = Field(description="Versions of Python and of packages.")

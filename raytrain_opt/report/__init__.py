@@ -3,7 +3,7 @@
 `write_report` writes the page and its plots, `summaries` returns the main numbers for scripts.
 Start reading with `page`, which lists the sections; each section's plots and tables are in one
 module (`learning_rate_plots`, `time_plots`), drawn with `plots`. `run_reader` reads the records,
-`summary` judges them, `compare` sets several runs side by side.
+`summary` judges them.
 
 May import `recording`, `terminal`, `search`, `config` and the foundations; neither torch nor Ray.
 """

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from raytrain_opt.recording.records import CandidateRecord, RoundRecord
-from raytrain_opt.report.formatting import plain, rate
 from raytrain_opt.report.plots import (
     SERIES,
     Cell,
@@ -20,7 +19,9 @@ from raytrain_opt.report.plots import (
     draw,
     draw_line,
     percent_axis,
+    plain,
     plain_log,
+    rate,
     thousands,
     whole_numbers,
 )

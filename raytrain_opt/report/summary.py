@@ -14,7 +14,7 @@ from statistics import fmean, median
 from typing import Any
 
 from raytrain_opt.recording.records import RoundRecord, best_epoch
-from raytrain_opt.report.formatting import count, duration, percent, plain, rate, times
+from raytrain_opt.report.plots import count, duration, percent, plain, rate, times
 from raytrain_opt.report.run_reader import RunRecords
 from raytrain_opt.results import Metric
 
@@ -137,8 +137,8 @@ def _sentences(run: RunRecords, search: SearchCost, wall_s: float | None) -> Ite
 
 def _search_cost_sentence(run: RunRecords, search: SearchCost) -> Iterator[str]:
     if not run.rounds:
-        if run.job["learning_rate"].get("policy", "") in ("schedule", "replay"):
-            yield "No learning-rate search: the job gives the schedule."
+        if run.epochs:
+            yield "No learning-rate search took place."
         return
     samples, first = "", run.rounds[0]
     if search.samples is not None:

@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from raytrain_opt.recording.records import EpochRecord
-from raytrain_opt.report.formatting import count, duration, plain, rate
 from raytrain_opt.report.plots import (
     Cell,
     Plot,
     Table,
+    count,
     draw,
+    duration,
     duration_cell,
+    plain,
+    rate,
     stacked_bars,
     whole_numbers,
 )
@@ -34,7 +37,7 @@ from raytrain_opt.report.plots import (
     thousands,
 )
 from raytrain_opt.results import Probe
-from raytrain_opt.search.batch_size.throughput_model import combine, draw_curves
+from raytrain_opt.search.batch_size.throughput_knee import combine, draw_curves
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

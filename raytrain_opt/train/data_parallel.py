@@ -121,7 +121,7 @@ class DataParallel(Parallel):
             if section.measures_shares
             else LoadBalance(section.speeds or [1.0] * world_size)
         )
-        self._noise = NoiseTracker(model, enabled=section.noise_scale)
+        self._noise = NoiseTracker(model)
         self.forward = self._wrap()
 
     @property
@@ -193,10 +193,11 @@ class DataParallel(Parallel):
 
     def report(self) -> dict[str, object]:
         section, largest = self._section, max(self.speeds)
-        is_sync = section.mode == "sync"
         return {
             "mode": section.mode,
-            "speeds": None if is_sync else [round(v / largest, 3) for v in self.speeds],
+            "speeds": None
+            if section.equal_shares
+            else [round(v / largest, 3) for v in self.speeds],
             "gradient_buckets": section.gradient_buckets,
             "compression": section.compression,
         }

@@ -60,7 +60,7 @@ class GradientNormMeter:
 
 
 class NoiseTracker:
-    """If enabled, measures every `MEASURE_EVERY`-th step that has at least two micro-batches.
+    """Measures every `MEASURE_EVERY`-th step that has at least two micro-batches.
 
     Counted back from the phase's last step: a phase that goes on after a resume measures the same.
 
@@ -68,8 +68,8 @@ class NoiseTracker:
     are averaged over the ranks.
     """
 
-    def __init__(self, model: nn.Module, *, enabled: bool) -> None:
-        self._model, self._enabled = model, enabled
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._world_size = dist.get_world_size()
         self.begin_phase(0, 0, lambda loss: loss)
 
@@ -88,7 +88,7 @@ class NoiseTracker:
         """Wrap forward and backward of one micro-batch; `last` marks the last of an update."""
         several = self._per_worker * self._world_size > 1
         counts = self._remaining > 0 and (self._remaining - 1) % MEASURE_EVERY == 0
-        due = self._enabled and several and counts
+        due = several and counts
         with self._meter.micro_batch() if due else nullcontext():
             yield
         if last:

@@ -90,7 +90,7 @@ class LearnerConfig:
     @property
     def finest_split(self) -> int:
         """The largest result of `split` for any speeds."""
-        if self.parallel.mode not in ("balanced", "auto"):
+        if not self.parallel.balances:
             return 1
         if self.parallel.micro_batches is not None or self.parallel.speeds is not None:
             return self.balanced_split(())
@@ -109,10 +109,10 @@ class LearnerConfig:
         `present`: those of the phase before. `auto` begins to balance where that saves more than
         `WORTH`, and ends where it saves nothing.
         """
-        if self.parallel.mode not in ("balanced", "auto"):
+        if not self.parallel.balances:
             return 1
         split, workers = self.balanced_split(speeds, present), self.worker_count
-        if self.parallel.mode == "balanced":
+        if not self.parallel.balances_where_it_pays:
             return split
         saved = time_saved(workers, workers * split, speeds) if speeds else 0.0
         return split if saved > (0.0 if present > 1 else WORTH) else 1

@@ -21,14 +21,14 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from raytrain_opt.config.error_messages import nearest
-from raytrain_opt.config.functions import resolve_function
+from raytrain_opt.config.load import resolve_function
 from raytrain_opt.config.schema import CLASSIFICATION, LossSection, TaskSection
 from raytrain_opt.config.section import Instance, NameOrFunction, is_function_name
 from raytrain_opt.data.base import Batch, DataInfo
 from raytrain_opt.data.batch_reader import cause
 from raytrain_opt.data.nesting import leaves, map_leaves
 from raytrain_opt.errors import DataError, JobError, Problem, problems_of
-from raytrain_opt.models.dry_run import preserve_model
+from raytrain_opt.models.factory import preserve_model
 from raytrain_opt.results import Metric
 
 _CROSS_ENTROPY = "cross_entropy"

@@ -18,7 +18,7 @@ from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.schema import Precision
 from raytrain_opt.data.base import Batch
 from raytrain_opt.data.nesting import map_leaves
-from raytrain_opt.models.dry_run import preserve_model
+from raytrain_opt.models.factory import preserve_model
 from raytrain_opt.train.kernels import autocast_dtype
 from raytrain_opt.train.task import Task
 

@@ -18,7 +18,7 @@ from PIL import Image, ImageOps
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
-from raytrain_opt.config.functions import refuse_functions
+from raytrain_opt.config.load import refuse_functions
 from raytrain_opt.config.schema import CheckpointSection, ModelSection, TaskSection
 from raytrain_opt.config.section import is_function_name, is_instance
 from raytrain_opt.data.base import DataInfo

@@ -5,6 +5,7 @@ Measuring them changes no bit of the training. All cases run once.
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -92,10 +93,10 @@ def measure_constant_weights(
 
 
 def train_twice(
-    rank: int, world_size: int, arrays: DatasetArrays | None, **changes: Any
+    rank: int, world_size: int, arrays: DatasetArrays | None, every: Any, **changes: Any
 ) -> Results:
-    """Train two phases, the second with accumulation; measure every other update."""
-    gradient_noise.MEASURE_EVERY = 2
+    """Train two phases, the second with accumulation; measure one of `every` updates."""
+    gradient_noise.MEASURE_EVERY = every
     learner = build_learner(
         world_size, arrays, {"batch_ramp": {"steps": [{"epoch": 2, "factor": 2}]}, **changes}
     )
@@ -122,10 +123,8 @@ def run_rank(rank: int, world_size: int, folder: Path) -> Results:
     }
     trainings = {
         name: [
-            train_twice(
-                rank, world_size, arrays, **changes, parallel={**section, "noise_scale": on}
-            )
-            for on in (True, False)
+            train_twice(rank, world_size, arrays, every, **changes, parallel=section)
+            for every in (2, math.nan)  # never
         ]
         for name, section, changes in (
             ("default", {}, {}),

@@ -127,36 +127,6 @@ def test_an_epoch_is_the_published_sequence_of_moves() -> None:
     ]
 
 
-def test_the_next_epoch_starts_from_the_main_trainings_state_at_the_winners_rate() -> None:
-    run = trained(best_near(0.8), epochs=3, initial=0.1)
-    assert run.named("pretrain") == [
-        Move("pretrain", 1, "s", (0.2, 0.1, 0.05)),
-        Move("pretrain", 2, "s 1:pre@0.2x3 1:main@0.2x7", (0.4, 0.2, 0.1)),
-        Move("pretrain", 3, run.named("checkpoint_epoch")[1].state, (0.8, 0.4, 0.2)),
-    ]
-
-
-def test_warm_up_epochs_have_no_round() -> None:
-    warmup = {"epochs": 2, "lr": 0.01, "shape": "constant"}
-    run = trained(epochs=3, initial=0.1, warmup=warmup)
-    names = [(move.name, move.epoch) for move in run.moves[1:]]
-    assert names == [
-        ("train_epoch", 1),
-        ("evaluate", 1),
-        ("checkpoint_epoch", 1),
-        ("train_epoch", 2),
-        ("evaluate", 2),
-        ("checkpoint_epoch", 2),
-        ("pretrain", 3),
-        ("state_after", 3),
-        ("checkpoint_round", 3),
-        ("train_epoch", 3),
-        ("evaluate", 3),
-        ("checkpoint_epoch", 3),
-    ]
-    assert [move.lrs for move in run.named("train_epoch")[:2]] == [(0.01,) * STEPS] * 2
-
-
 def test_a_diverged_round_is_repeated_at_half_the_rate_from_the_same_state() -> None:
     def accuracy(lr: float) -> float | None:
         return None if lr > 0.15 else best_near(0.1)(lr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import shutil
 from pathlib import Path
 from typing import Any, cast
 
@@ -254,105 +255,85 @@ def test_shards(tmp_path: Path, output: Path) -> None:
     assert "2: a, b" in table
 
 
-def write_text(path: Path, text: bytes = b"text") -> None:
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(text)
-
-
-def write_arrays(folder: Path, **arrays: Any) -> None:
-    for name, array in arrays.items():
-        np.save(folder / f"{name}.npy", array)
+AB, NOT_UTF_8 = {"a": 3, "b": 3}, {"a": 3, "\udce9": 3}
+ROWS, IMAGES, LABELS = np.zeros((4, 4)), np.zeros((4, 8, 8, 3)), np.arange(4) % 2
 
 
 @pytest.mark.parametrize(
-    ("write", "message"),
+    ("classes", "message"),
     [
-        (lambda folder: None, "has no data to train on; valid are folders of images"),
-        (lambda folder: write_classes(folder, only=3), "all 3 images are of one class, only"),
-        (lambda folder: write_classes(folder, a=2, b=2), "no class has three images"),
+        ({}, "has no data to train on; valid are folders of images"),
+        ({"": {"only": 3}}, "all 3 images are of one class, only"),
+        ({"": {"a": 2, "b": 2}}, "no class has three images"),
+        ({"fold1": AB, "fold2": AB}, "fold1/ and fold2/ both have a, b"),
+        ({"": AB, "set": AB}, r"\./ and set/ both have a, b"),
+        ({"train": {"a": 2, "train": 2}, "val": {"a": 2, "val": 2}}, "them has: train, val"),
+        ({"": NOT_UTF_8}, "'.*e9.* is not UTF-8"),
+        ({"train": NOT_UTF_8, "test": NOT_UTF_8}, "'.*e9.* is not UTF-8"),
+    ],
+)
+def test_classes_that_cannot_be_trained_on_are_explained(
+    tmp_path: Path, output: Path, classes: dict[str, dict[str, int]], message: str
+) -> None:
+    for part, counts in classes.items():
+        write_classes(tmp_path / "set" / part, **counts)
+    refuse(tmp_path, output, message)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"train_x": ROWS, "train_y": LABELS}, "one of labels for each set; of test: none"),
         (
-            lambda folder: [write_classes(folder / s, a=3, b=3) for s in ("fold1", "fold2")],
-            "fold1/ and fold2/ both have a, b",
+            {"train_a": ROWS, "train_b": ROWS, "test_a": LABELS},
+            r"of train: train_a.npy \[4, 4\], train_b.npy \[4, 4\]",
         ),
         (
-            lambda folder: [write_classes(folder / s, a=3, b=3) for s in ("", "set")],
-            r"\./ and set/ both have a, b",
+            {"train_x": ROWS, "train_y": LABELS, "train_ids": LABELS},
+            r"of train: train_ids.npy \[4\], train_x.npy \[4, 4\], train_y.npy \[4\]",
         ),
         (
-            lambda folder: write_arrays(
-                folder,
-                train_x=np.zeros((4, 8, 8, 3)),
-                train_y=np.arange(4) % 2,
-                test_x=np.zeros((4, 8, 8, 3)),
-                test_y=np.arange(4) % 2,
-            ),
-            r"has samples \[8, 8, 3\], which look like channels last",
-        ),
-        (
-            lambda folder: [
-                write_classes(folder / s, **{"a": 3, "\udce9": 3}) for s in ("train", "test")
-            ],
-            "'.*e9.* is not UTF-8",
-        ),
-        (lambda folder: np.savez(folder / "x.npz", x=np.zeros(3)), "write each array to its own"),
-        (
-            lambda folder: write_arrays(folder, train_x=np.zeros((3, 4)), train_y=np.arange(3)),
-            r"one of labels for each set; of test: none",
-        ),
-        (
-            lambda folder: write_arrays(
-                folder, train_a=np.zeros((3, 4)), train_b=np.zeros((3, 4)), test_a=np.arange(3)
-            ),
-            r"of train: train_a.npy \[3, 4\], train_b.npy \[3, 4\]",
-        ),
-        (
-            lambda folder: write_arrays(
-                folder, train_x=np.zeros((3, 4)), train_y=np.arange(3), train_ids=np.arange(3)
-            ),
-            r"of train: train_ids.npy \[3\], train_x.npy \[3, 4\], train_y.npy \[3\]",
-        ),
-        (
-            lambda folder: write_arrays(
-                folder,
-                train_x=np.zeros((4, 4)),
-                train_y=np.arange(4) % 2,
-                test_x=np.zeros((4, 4)),
-                test_y=np.arange(4) % 2,
-            ),
+            {"train_x": ROWS, "train_y": LABELS, "test_x": ROWS, "test_y": LABELS},
             r"data\.train\.0: has samples \[4\]; named models take images",
         ),
         (
-            lambda folder: write_arrays(folder, train_y=np.array(["a", None])),
-            r"train_y\.npy: is not an array of plain numbers: .*object",
+            {"train_x": IMAGES, "train_y": LABELS, "test_x": IMAGES, "test_y": LABELS},
+            r"has samples \[8, 8, 3\], which look like channels last",
         ),
-        (
-            lambda folder: [write_classes(folder / s, a=2, **{s: 2}) for s in ("train", "val")],
-            "only one of them has: train, val",
-        ),
-        (
-            lambda folder: [write_text(folder / f"{c}/{i}.png") for c in "ab" for i in range(5)],
-            "no image can be read; .*/a/0.png .* it is not an image",
-        ),
-        (
-            lambda folder: write_classes(folder, "I;16", a=5, b=5),
-            "no image can be read; .*/a/0.png .*: 16-bit or float gray image",
-        ),
-        (lambda folder: write_classes(folder, **{"a": 3, "\udce9": 3}), "'.*e9.* is not UTF-8"),
-        (
-            lambda folder: write_text(folder / "t.csv", b"\xe9"),
-            "t.csv; line 1 is not UTF-8 text",
-        ),
+        ({"train_y": np.array(["a", None])}, r"train_y\.npy: is not .* plain numbers: .*object"),
     ],
 )
-def test_a_folder_that_cannot_be_trained_on_is_explained(
-    tmp_path: Path, output: Path, write: Any, message: str
+def test_arrays_that_cannot_be_trained_on_are_explained(
+    tmp_path: Path, output: Path, arrays: dict[str, Any], message: str
 ) -> None:
-    folder = tmp_path / "set"
-    folder.mkdir()
-    write(folder)
+    (tmp_path / "set").mkdir()
+    for name, array in arrays.items():
+        np.save(tmp_path / "set" / f"{name}.npy", array)
+    refuse(tmp_path, output, message)
+
+
+def refuse(folder: Path, output: Path, message: str) -> None:
+    """Check that the data are refused, and that nothing is written."""
+    (folder / "set").mkdir(exist_ok=True)
     with pytest.raises(DataError, match=message):
-        init(folder, output, lambda _: None)
-    assert [path.name for path in tmp_path.iterdir()] == ["set"]
+        init(folder / "set", output, lambda _: None)
+    assert [path.name for path in folder.iterdir()] == ["set"]
+
+
+def test_files_that_cannot_be_read_are_explained(tmp_path: Path, output: Path) -> None:
+    folder = tmp_path / "set"
+    write_classes(folder, "I;16", a=5, b=5)
+    refuse(tmp_path, output, "no image can be read; .*/a/0.png .*: 16-bit or float gray image")
+    for file in folder.glob("*/*"):
+        file.write_bytes(b"text")
+    refuse(tmp_path, output, "no image can be read; .*/a/0.png .* it is not an image")
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / "t.csv").write_bytes(b"\xe9")
+    refuse(tmp_path, output, "t.csv; line 1 is not UTF-8 text")
+    np.savez(folder / "x.npz", x=np.zeros(3))
+    (folder / "t.csv").unlink()
+    refuse(tmp_path, output, "write each array to its own")
 
 
 def test_only_one_table_may_name_images(tmp_path: Path, output: Path) -> None:

@@ -14,7 +14,7 @@ GOOD = {"model": "resnet8", "data": "digits", "epochs": 1, "global_batch_size": 
 ASYNC = {"mode": "async"}
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"batch_norm": {"sync": True}}, "batch_norm.sync", "needs all workers in every step"),
+    ({"batch_norm": {"sync": True}}, "batch_norm.sync", "needs equal shares of every step"),
     (
         {"batch_norm": {"recalibrate_batches": 2}},
         "batch_norm.recalibrate_batches",
@@ -22,7 +22,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"precision": "fp16"}, "precision", "use bf16"),
     ({"optimizer": {"name": "SGD", "clip_norm": 1}}, "optimizer.clip_norm", "use mode: sync"),
-    ({"average": {"decay": "auto"}}, "average", "needs parallel.mode: sync"),
+    ({"average": {"decay": "auto"}}, "average", "that all workers share; not async"),
     (
         {
             "optimizer": "ScheduleFreeSGD",

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from raytrain_opt.config.data import ArraySetData, HoldOut
-from raytrain_opt.config.functions import resolve_function
 from raytrain_opt.config.learning_rate import HorizonPolicy, SchedulePolicy, Warmup
-from raytrain_opt.config.load import dump_job, job_schema, load_job, parse_job
+from raytrain_opt.config.load import dump_job, job_schema, load_job, parse_job, resolve_function
 from raytrain_opt.config.schema import Job
 from raytrain_opt.config.section import Instance
 from raytrain_opt.errors import JobError

@@ -19,6 +19,7 @@ from raytrain_opt.config.data import DatasetData, HoldOut
 from raytrain_opt.config.load import load_job, parse_job
 from raytrain_opt.data import sampling
 from raytrain_opt.data.loader import DataLoaderData
+from raytrain_opt.data.user_datasets import UserDatasetSource
 from raytrain_opt.errors import DataError, JobError
 from tests.support.documents import DOCS, example
 from tests.support.small_jobs import read_lines, small_job, without_times
@@ -52,7 +53,8 @@ def open_texts(classification: bool = False, **changes: Any) -> DataLoaderData:
         {"name": lambda: pair, "loader_workers": 0, "collate": pad} | changes
     )
     device = torch.device("cpu")
-    return DataLoaderData(section, HoldOut(0), 0, device, True, classification=classification)
+    source = UserDatasetSource(section, 0, classification=classification)
+    return DataLoaderData(source, section, HoldOut(0), 0, device, True)
 
 
 @pytest.mark.parametrize("loader_workers", [0, 2])

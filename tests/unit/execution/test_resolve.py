@@ -99,24 +99,29 @@ def complex_net(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
     return nn.Sequential(Filter(), small_mlp(num_classes, sample_shape))
 
 
+LONG: dict[str, Any] = {"epochs": 10_000}  # a step of few operations, 35 times those of its batch
+
+
 @pytest.mark.parametrize(
-    ("model", "batch", "optimizer", "has_muon"),
+    ("model", "batch", "changes", "has_muon"),
     [
-        (mlp, 8, "auto", False),
-        (mlp, 1250, "auto", True),
-        (small_mlp, 8, "auto", True),
-        (mlp, 8, {"name": "auto", "candidates": ["Muon", "SGD"]}, True),
-        (mlp, 8, "Muon", True),
-        ("small_cnn", 8, "auto", True),
-        (recurrent, 8, "auto", True),  # its operations are not known
-        (complex_net, 8, "auto", False),  # which Muon cannot train
+        (mlp, 8, {}, False),
+        (mlp, 1250, {}, True),
+        (small_mlp, 8, {}, True),
+        (small_mlp, 8, LONG, False),
+        (small_mlp, 8, {"epochs": None, "train_for": "1h"}, False),
+        (mlp, 8, {"optimizer": {"name": "auto", "candidates": ["Muon", "SGD"]}}, True),
+        (mlp, 8, {"optimizer": "Muon"}, True),
+        ("small_cnn", 8, {}, True),
+        (recurrent, 8, {}, True),  # its operations are not known
+        (complex_net, 8, {}, False),  # which Muon cannot train
     ],
 )
 def test_muon_is_left_out_where_it_takes_several_times_the_operations_of_a_batch(
-    model: Any, batch: int, optimizer: Any, *, has_muon: bool
+    model: Any, batch: int, changes: dict[str, Any], *, has_muon: bool
 ) -> None:
     values = {"model": model, "data": "digits", "epochs": 2, "global_batch_size": batch}
-    resolved = resolve_here(parse_job({**values, "optimizer": optimizer}))
+    resolved = resolve_here(parse_job({**values, "optimizer": "auto", **changes}))
     names = [section.name for section in resolved.learner.optimizers]
     assert ("Muon" in names) is has_muon
     assert (resolved.note is None) is has_muon
@@ -217,20 +222,6 @@ def test_floats_with_channels_last_are_no_input_of_a_named_network(
         JobError, match=r"data: has samples \[16, 20, .\], which look like channels"
     ):
         try_job(parse_job(values))
-
-
-@pytest.mark.parametrize(
-    ("length", "has_muon"),
-    [({"epochs": 2}, True), ({"epochs": 10_000}, False), ({"train_for": "1h"}, False)],
-    ids=str,
-)
-def test_muon_is_left_out_of_long_trainings_of_small_mlps(
-    length: dict[str, Any], *, has_muon: bool
-) -> None:
-    """A step has few operations, but 35 times those of its batch."""
-    values = {"model": small_mlp, "data": "digits", "global_batch_size": 8, **length}
-    optimizers = resolve_here(parse_job({**values, "optimizer": "auto"})).learner.optimizers
-    assert ("Muon" in [section.name for section in optimizers]) is has_muon
 
 
 def test_a_missing_image_folder_is_one_problem(tmp_path: Path) -> None:

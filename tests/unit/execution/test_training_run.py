@@ -33,7 +33,6 @@ from raytrain_opt.pools.in_process import InProcessPool, in_process_pools
 from raytrain_opt.pools.protocol import Pools, SynchronousTraining, TrainingOutcome
 from raytrain_opt.pools.worker import Slot, Worker
 from raytrain_opt.recording.records import StalenessRecord
-from raytrain_opt.search.factory import max_candidates
 from raytrain_opt.search.fixed_schedule import PlateauSchedule
 from raytrain_opt.search.policy import History, TrainEpoch
 from raytrain_opt.terminal import Terminal
@@ -101,7 +100,6 @@ JOBS: dict[str, dict[str, Any]] = {
     "optimizers": {  # the second one is chosen
         "epochs": 16,
         "global_batch_size": 128,
-        "seed": 1,  # a training that does not collapse
         "optimizer": {"name": "auto", "candidates": ["Adagrad", MUON]},
         "learning_rate": {
             "policy": "stpt_horizon",
@@ -407,14 +405,12 @@ def uninterrupted(
     kept = [line for line in run.outcome["rounds"] if line["kept_steps"]]
     assert all(line["search_on"] == job.search_on.replace("auto", "workers") for line in kept)
     assert bool(kept) == (job.learning_rate.policy == "stpt")
-    assert bool(run.outcome["rounds"]) == bool(max_candidates(job))
-    restarts = any(line["restarts"] for line in run.outcome["schedule"])
+    assert bool(run.outcome["rounds"]) == bool(job.learning_rate.max_candidates)
     for line in run.outcome["schedule"]:  # of MUON, also where the default chooses it
         searched = job.learning_rate.policy == "stpt_horizon"
         assert line["auto_weight_decay"] == (searched and line["optimizer"] == "Muon")
         is_watched = line["auto_weight_decay"] and line["epoch"] <= 8 and job.epochs == 16
-        # On some processors the training of the optimizers that the search chooses collapses.
-        assert restarts or bool(line["steps"]["held_out"]) == is_watched
+        assert bool(line["steps"]["held_out"]) == is_watched
     return run
 
 

@@ -45,12 +45,7 @@ def test_names_are_sorted_and_built_in_models_hide_torchvisions() -> None:
         ("resnet8", {"num_classes": 7}, "model.args.num_classes", "comes from the data"),
         ("vgg16_bn", {"dropout": 2.0}, "model.args.dropout", "dropout"),
         ("squeezenet1_1", {"dropuot": 0.1}, "model.args.dropuot", "dropuot"),
-        (
-            "squeezenet1_1",
-            {"pretrained": True},
-            "model.args.pretrained",
-            "write model.weights",
-        ),
+        ("squeezenet1_1", {"pretrained": True}, "model.args.pretrained", "write model.weights"),
         ("resnet18", {"weights": "DEFAULT"}, "model.args.weights", "write model.weights"),
         ("googlenet", {"aux_logits": True}, "model.args.aux_logits", "must be false"),
         (user_model, {"depth": 2, "widht": 8}, "model.args.widht", "did you mean 'width'"),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from raytrain_opt.config.schema import ModelSection
 from raytrain_opt.errors import DataError
 from raytrain_opt.models import build_model, check_output
-from raytrain_opt.models.dry_run import preserve_model
+from raytrain_opt.models.factory import preserve_model
 
 SHAPE = (1, 8, 8)
 SAMPLES = torch.zeros(2, *SHAPE)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import UnsupportedOperatorException
 
 from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.errors import JobError
@@ -388,6 +390,22 @@ def test_a_wrong_argument_names_its_path(args: dict[str, Any], path: str, messag
 def test_parameters_that_the_class_rejects_are_an_error() -> None:
     with pytest.raises(JobError, match=r"optimizer: SGD rejects this model's parameters"):
         build(section("SGD"))
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
+@pytest.mark.parametrize("args", [{}, {"weight_decay": 0.1}])
+def test_fused_optimizers_update_parameters_of_a_gpu(name: str, args: dict[str, Any]) -> None:
+    """Fake tensors meet all of torch's checks before a kernel; some kernels have no fake form."""
+    if name == "SGD":
+        args = {**args, "momentum": 0.9}
+    with FakeTensorMode(allow_fallback_kernels=False), suppress(UnsupportedOperatorException):
+        model = nn.Sequential(nn.Linear(3, 2, device="cuda"), nn.BatchNorm1d(2, device="cuda"))
+        optimizer = build_optimizer(section(name, **args), model, steps_per_epoch=7)
+        assert optimizer.defaults["fused"] or name == "Adagrad"
+        for _ in range(2):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
 
 
 def test_kernels_on_a_gpu_are_those_that_exist_and_do_not_wait(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from raytrain_opt.optim import LARS, lars
+from raytrain_opt.optim import LARS, large_batch
 from raytrain_opt.optim.factory import parameter_groups
 from tests.support.reference_lars import ReferenceLARS
 
@@ -36,7 +36,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Choose the code path: that of a CPU, or that of other devices and the compiler."""
     if request.param == "all layers":
-        monkeypatch.setattr(lars, "_reads_ratios", lambda _: False)
+        monkeypatch.setattr(large_batch, "_reads_ratios", lambda _: False)
     return str(request.param)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from raytrain_opt.optim.rmsprop_warmup import PAPER_SCALE, RMSpropWarmup, sgd_fraction
+from raytrain_opt.optim.large_batch import PAPER_SCALE, RMSpropWarmup, sgd_fraction
 
 SHAPES = [(3, 4), (5,), (2, 3, 2, 2), ()]
 SOON: dict[str, Any] = {

@@ -161,14 +161,6 @@ def test_lines_after_the_last_checkpoint_are_removed(
     assert lines(paths.epochs)[-1]["epoch"] == 9
 
 
-def test_a_line_cut_off_by_a_crash_is_removed(recorder: Recorder, paths: RunPaths) -> None:
-    add_epoch(recorder, 1)
-    with paths.epochs.open("a") as file:
-        file.write('{"schema_version": 1, "epo')
-    recorder.truncate_after(0, 1)
-    assert [line["epoch"] for line in lines(paths.epochs)] == [1]
-
-
 @pytest.mark.parametrize("torn", ['{"schema_version": 1, "epo', "\0" * 40])
 def test_a_line_cut_off_by_a_full_disk_is_removed_before_the_next(
     recorder: Recorder, paths: RunPaths, torn: str

@@ -11,7 +11,7 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.config.updates import OptimizerChoiceSection
 from raytrain_opt.errors import JobError
 from raytrain_opt.optim.epoch_steps import EpochSteps
-from raytrain_opt.search.factory import build_policy, max_candidates
+from raytrain_opt.search.factory import build_policy
 from raytrain_opt.search.fixed_schedule import FixedSchedule
 from raytrain_opt.search.policy import History, TrainEpoch
 from raytrain_opt.search.stpt import Stpt
@@ -104,14 +104,13 @@ def test_replay_says_what_is_wrong_with_the_file(
         (4, {"policy": "stpt", "candidates": [2.0, 1.0, 0.5]}, 3),
         (4, {"policy": "stpt", "candidates": [1.0, 0.5], "alpha": 1.0}, 2),
         (4, {"policy": "stpt", "candidates": [1.0], "alpha": 10**6}, 0),
-        (4, {"policy": "stpt", "warmup": {"epochs": 4}}, 0),
         (4, {"policy": "stpt_horizon"}, 3),
         (4, {"policy": "schedule"}, 0),
         (4, {"policy": "replay", "schedule": "not read here"}, 0),
     ],
 )
 def test_max_candidates(epochs: int, section: dict[str, Any], expected: int) -> None:
-    assert max_candidates(job(epochs, **section)) == expected
+    assert job(epochs, **section).learning_rate.max_candidates == expected
 
 
 def test_a_horizon_aware_search_needs_the_split_that_it_scores_on() -> None:

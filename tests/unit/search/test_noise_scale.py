@@ -16,8 +16,6 @@ from raytrain_opt.search.noise_scale import (
     NoiseScale,
     log_efficiency,
     pool_noise_scales,
-    sentence,
-    summarize,
 )
 from tests.support.samples import Samples
 
@@ -117,28 +115,15 @@ class TestSentence:
         noise = exact(812)
         samples = [1 + batch / 812 for batch in (256, 512)]
         assert noise.doubling_cost == pytest.approx(samples[1] / samples[0] - 1)
-        text = sentence([noise])
-        assert text == (
-            "812 in the training: doubling the global batch of 256 costs about 24% more "
-            "samples for the same progress; it pays when samples/s grow by more"
+        assert noise.sentence == (
+            "812: doubling the global batch of 256 costs about 24% more samples for the same "
+            "progress; it pays when samples/s grow by more"
         )
 
     def test_a_noise_scale_that_cannot_be_measured_is_stated(self) -> None:
         hidden = replace(estimated(sampled(2000)), gradient_sq=-1.0)
-        text = sentence([hidden])
-        assert "more than can be measured (noise dominates)" in text
-        assert "costs about 0% more" in text
-
-
-class TestSummary:
-    def test_both_halves_of_the_epochs_are_summarized(self) -> None:
-        epochs = [exact(value) for value in (100, 300, 400, 600, 1000)]
-        summary = summarize(epochs)
-        assert summary is not None
-        assert [stage.value for stage in summary.stages] == pytest.approx([200, 2000 / 3])
-        expected = (256 / 456 + 256 / (256 + 2000 / 3)) / 2
-        assert summary.doubling_cost == pytest.approx(expected)
-        assert f"{expected:.0%}" in summary.sentence
+        assert "more than can be measured (noise dominates)" in hidden.sentence
+        assert "costs about 0% more" in hidden.sentence
 
 
 @pytest.mark.parametrize(

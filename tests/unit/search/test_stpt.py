@@ -279,15 +279,6 @@ def add_diverged_rounds(policy: Stpt, epoch: int, count: int, history: History =
     return history
 
 
-def test_a_round_is_repeated_five_times_then_the_run_fails() -> None:
-    policy = stpt(candidates=[2.0, 1.0], initial=0.8)
-    history = add_diverged_rounds(policy, 3, 6)
-    rates = [f"{0.8 / 2**i:.4g}" for i in range(6)]
-    with pytest.raises(DivergedError, match="epoch 3.*" + ", ".join(rates)) as error:
-        policy.next(3, history)
-    assert "2.0, 1.0" in str(error.value)
-
-
 def test_diverged_rounds_of_earlier_epochs_do_not_count() -> None:
     policy = stpt(candidates=[2.0, 1.0], initial=0.8)
     history = add_diverged_rounds(policy, 3, 2)

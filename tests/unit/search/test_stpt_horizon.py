@@ -14,7 +14,7 @@ import pytest
 from raytrain_opt.config.learning_rate import HorizonPolicy
 from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.errors import DivergedError
-from raytrain_opt.optim.epoch_steps import EpochSteps
+from raytrain_opt.optim.epoch_steps import Epochs, EpochSteps
 from raytrain_opt.optim.schedules import RelativeSchedule
 from raytrain_opt.search.policy import (
     Candidate,
@@ -31,7 +31,7 @@ EMPTY = History()
 
 def horizon(epochs: int = 16, steps: int = 125, ramp: Any = (), **section: Any) -> HorizonStpt:
     validated = HorizonPolicy.model_validate({"policy": "stpt_horizon", **section})
-    return HorizonStpt(validated, epochs, EpochSteps(steps, ramp), (OptimizerSection(),))
+    return HorizonStpt(validated, Epochs(epochs), EpochSteps(steps, ramp), (OptimizerSection(),))
 
 
 @dataclass
@@ -113,7 +113,7 @@ def trained(policy: HorizonStpt, surface: Surface | None = None) -> Training:
     surface, history = surface or Surface(), EMPTY
     actions: list[TryCandidates | TrainEpoch] = []
     histories = []
-    for epoch in range(1, policy.epochs + 1):
+    for epoch in range(1, policy.length.known_epochs + 1):
         while isinstance(action := policy.next(epoch, history), TryCandidates):
             actions.append(action)
             results = [surface.result(action, candidate) for candidate in action.candidates]
@@ -128,7 +128,7 @@ def cost(training: Training, policy: HorizonStpt) -> float:
     epochs = sum(
         len(r.candidates) * r.pretrain_steps / policy.steps(r.epoch) for r in training.rounds
     )
-    return epochs / policy.epochs
+    return epochs / policy.length.known_epochs
 
 
 def rates(action: TryCandidates) -> list[float]:

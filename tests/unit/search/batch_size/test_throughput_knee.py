@@ -21,7 +21,7 @@ from raytrain_opt.search.batch_size.strategy import (
     SizeBounds,
     Strategy,
 )
-from raytrain_opt.search.batch_size.throughput_model import combine, draw_curves
+from raytrain_opt.search.batch_size.throughput_knee import combine, draw_curves
 from tests.support.samples import Samples
 from tests.support.simulated_machine import Curve, Machine, random_machine, replayed
 
