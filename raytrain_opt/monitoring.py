@@ -8,15 +8,12 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
 from math import ceil, nan
 from statistics import fmean
 from time import process_time
 from types import TracebackType
-from typing import Any
 
-import psutil
 import pynvml
 
 from raytrain_opt.clock import monotonic_s
@@ -209,50 +206,19 @@ def _explained(task: str) -> Iterator[None]:
         raise ResourcesError(f"NVML could not {task}: {error}; {_ALTERNATIVE}") from error
 
 
-@dataclass(frozen=True)
-class GpuState:
-    """A GPU and what uses it now; `processes` are the ones that compute on it."""
-
-    name: str
-    memory_mib: int
-    used_mib: int
-    processes: tuple[str, ...]
-
-
-def gpu_states() -> list[GpuState]:
-    """Return the usable GPUs, none without NVML. Raises ResourcesError."""
+def gpu_names() -> list[str]:
+    """Return the names of the usable GPUs, none without NVML. Raises ResourcesError."""
     with ExitStack() as stack:
         try:
             pynvml.nvmlInit()
             stack.callback(pynvml.nvmlShutdown)
-            states = []
+            names = []
             for index in range(pynvml.nvmlDeviceGetCount()):
-                try:
+                with suppress(pynvml.NVMLError_NoPermission):
                     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-                except pynvml.NVMLError_NoPermission:
-                    continue
-                states.append(_state(handle))
-            return states
+                    names.append(str(pynvml.nvmlDeviceGetName(handle)))
+            return names
         except pynvml.NVMLError_LibraryNotFound:
             return []
         except pynvml.NVMLError as error:
             raise ResourcesError(f"NVML cannot read the GPUs: {error}") from error
-
-
-def _state(handle: Any) -> GpuState:
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-    pids = [process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)]
-    return GpuState(
-        pynvml.nvmlDeviceGetName(handle),
-        memory.total // 1024**2,
-        memory.used // 1024**2,
-        tuple(map(_process_name, pids)),
-    )
-
-
-def _process_name(pid: int) -> str:
-    """Return name and number; a process of another container has only a number here."""
-    try:
-        return f"{psutil.Process(pid).name()} (process {pid})"
-    except psutil.Error:
-        return f"process {pid}"

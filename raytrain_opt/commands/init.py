@@ -34,7 +34,7 @@ from raytrain_opt.data.image_folder import (
 from raytrain_opt.data.images import center_crop, open_image
 from raytrain_opt.data.source import ImageSource, SourceSplit
 from raytrain_opt.errors import DataError, printable
-from raytrain_opt.monitoring import gpu_states
+from raytrain_opt.monitoring import gpu_names
 from raytrain_opt.storage import write_text
 
 _VALID = (
@@ -91,7 +91,7 @@ def init(
     for path in (output, labels):
         if path.exists():
             raise DataError(str(path), "exists, and init overwrites nothing; give --output FILE")
-    gpus = gpu_states()
+    gpus = gpu_names()
     try:
         section, rows, notes = find_data(folder.absolute(), labels, label_column)
     except OSError as error:
@@ -104,7 +104,7 @@ def init(
         labels.unlink(missing_ok=True)
         raise
     write_text(output, job_text(folder.absolute().name, section, facts, gpus=len(gpus)))
-    devices = f"{len(gpus)} x {gpus[0].name}" if gpus else "no GPU"
+    devices = f"{len(gpus)} x {gpus[0]}" if gpus else "no GPU"
     memory_gib = psutil.virtual_memory().total / 2**30
     table = {
         **_table(section, facts),

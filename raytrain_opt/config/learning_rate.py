@@ -146,9 +146,6 @@ class StptPolicy(_Policy):
     """global: a candidate trains on the full global batch in each step; local: on one worker's
     part of it, at a rate that is scaled linearly."""
     search_on: SearchOn = Field("slots", description=_SEARCH_ON)
-    score: Literal["val_metric", "val_loss"] = "val_metric"
-    """Score of a candidate, on the validation split. val_metric: the metric of the task that
-    decides, which is the accuracy with classification."""
     warmup: Warmup | None = None
     """Warm-up without candidates. Default: 4/40 of the epochs for mix, else none."""
 

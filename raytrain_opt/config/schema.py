@@ -7,12 +7,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     Field,
-    ModelWrapValidatorHandler,
     ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
 )
+from pydantic.functional_validators import ModelWrapValidatorHandler
 
 from raytrain_opt.config import rules
 from raytrain_opt.config.batch_size import BatchSizeSection
@@ -232,7 +232,7 @@ class Job(Section):
     precision: Precision = "auto"
     """auto: bf16 on GPUs that have it, else fp32. fp32: on GPUs with TF32 for matrices and
     convolutions, fp32_strict: without. bf16, fp16: automatic mixed precision. With fp16, all
-    optimizers but SGD, Adam, AdamW and Adagrad wait for the GPU in each step."""
+    optimizers but SGD, Adam and AdamW wait for the GPU in each step."""
     channels_last: bool = True
     """Use the channels_last memory format for images and convolutions."""
     compile: Compile = "auto"

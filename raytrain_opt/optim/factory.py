@@ -314,19 +314,12 @@ def _can_be_fused(optimizer_class: type[Optimizer], parameter: Tensor) -> bool:
     """Return whether torch's fused kernels, which ignore strides, can update a parameter.
 
     Autograd gives the gradient the parameter's strides only if its elements fill their memory.
-    Adagrad's kernels exist on CPU only with some versions of torch, 2.11 among them.
+    Some versions of torch, 2.11 among them, refuse Adagrad's on GPUs.
     """
     is_dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
     if not (is_dense and parameter.is_floating_point() and has_fused_kernels(parameter)):
         return False
-    return optimizer_class is not torch.optim.Adagrad or has_fused_adagrad(parameter.device.type)
-
-
-def has_fused_adagrad(device_type: str) -> bool:
-    """Return whether this version of torch has fused kernels of Adagrad for a device."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(
-        "aten::_fused_adagrad_", device_type.upper()
-    )
+    return optimizer_class is not torch.optim.Adagrad or parameter.device.type == "cpu"
 
 
 def _check_arguments(optimizer_class: type[Optimizer], args: dict[str, Any]) -> list[Problem]:

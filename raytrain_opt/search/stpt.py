@@ -113,7 +113,7 @@ class Stpt(Policy):
             reason,
             candidates,
             (1.0,) * alpha,
-            score=self.section.score,
+            score="val_metric",
             keeps_winner=True,
         )
 
@@ -157,8 +157,7 @@ class Stpt(Policy):
             lr, tried = action.base_lr, tuple(results)
             return Decision(action.epoch, lr, scores, None, lr / 2, reason, tried=tried)
         winner, tied = action.ranked(results)[0], scores.count(max(scores))
-        compared = "loss" if action.score == "val_loss" else winner.metric.name
-        reason = f"best validation {compared} of {len(results)}"
+        reason = f"best validation {winner.metric.name} of {len(results)}"
         if tied > 1:
             reason += f"; {tied} tied, multiplier closest to 1.0 taken"
         lr = winner.candidate.lr

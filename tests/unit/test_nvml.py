@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from raytrain_opt.errors import ResourcesError
-from raytrain_opt.monitoring import GpuState, NvmlSampler, gpu_states
+from raytrain_opt.monitoring import NvmlSampler, gpu_names
 
 CPU_INSTEAD = "batch_size_search.utilization.sampler: cpu"
 H100 = "NVIDIA H100"
@@ -40,7 +39,6 @@ class FakeGpu:
     energy_mj: int | None = 0
     allowed: bool = True
     reports: bool = True
-    pids: tuple[int, ...] = ()
 
 
 class FakeNvml(ModuleType):
@@ -75,15 +73,9 @@ class FakeNvml(ModuleType):
         raise ERRORS["NotFound"]
 
     def nvmlDeviceGetName(self, gpu: FakeGpu) -> str:
-        return gpu.name
-
-    def nvmlDeviceGetMemoryInfo(self, gpu: FakeGpu) -> SimpleNamespace:
         if self.lost:
             raise ERRORS["GpuIsLost"]("GPU is lost")
-        return SimpleNamespace(total=80 * 1024**3, used=len(gpu.pids) * 1024**3)
-
-    def nvmlDeviceGetComputeRunningProcesses(self, gpu: FakeGpu) -> list[SimpleNamespace]:
-        return [SimpleNamespace(pid=pid) for pid in gpu.pids]
+        return gpu.name
 
     def nvmlDeviceGetUtilizationRates(self, gpu: FakeGpu) -> SimpleNamespace:
         if self.lost:
@@ -168,15 +160,9 @@ def test_closing_leaves_nvml_once(machine: Machine) -> None:
     assert nvml.started == 0
 
 
-def test_the_states_of_all_gpus_name_their_processes(machine: Machine) -> None:
-    nvml = machine(
-        FakeGpu(A, pids=(os.getpid(), 2**22 + 1)), FakeGpu(B), FakeGpu(C, allowed=False)
-    )
-    busy, idle = gpu_states()
-    assert (busy.name, busy.memory_mib, busy.used_mib) == (H100, 80 * 1024, 2 * 1024)
-    assert busy.processes[0].endswith(f"(process {os.getpid()})")
-    assert busy.processes[1] == f"process {2**22 + 1}"  # of another container
-    assert idle == GpuState(H100, 80 * 1024, 0, ())
+def test_all_usable_gpus_have_names(machine: Machine) -> None:
+    nvml = machine(FakeGpu(A), FakeGpu(B), FakeGpu(C, allowed=False))
+    assert gpu_names() == [H100, H100]
     assert nvml.started == 0
 
 
@@ -184,5 +170,5 @@ def test_a_lost_gpu_is_an_error_that_says_so(machine: Machine) -> None:
     nvml = machine(FakeGpu(A))
     nvml.lost = True
     with pytest.raises(ResourcesError, match="NVML cannot read the GPUs: GPU is lost"):
-        gpu_states()
+        gpu_names()
     assert nvml.started == 0

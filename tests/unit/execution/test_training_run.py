@@ -66,7 +66,6 @@ JOBS: dict[str, dict[str, Any]] = {
             "policy": "stpt",
             "candidates": [1.0, 0.5, 0.7],
             "alpha": 3,
-            "score": "val_loss",
             "search_on": "workers",
         },
     },

@@ -204,19 +204,6 @@ def test_multipliers_accumulate_over_the_epochs() -> None:
     assert next_round(policy, 4, history).base_lr == pytest.approx(0.2)
 
 
-def test_scored_by_loss_the_lowest_wins() -> None:
-    policy = stpt(candidates=[2.0, 1.0], score="val_loss")
-    action = next_round(policy)
-    better_loss, better_accuracy = action.candidates
-    results = [
-        result(better_loss, val_loss=0.5, val_metric=0.1),
-        result(better_accuracy, val_loss=0.6, val_metric=0.9),
-    ]
-    decision = policy.decide(action, results, EMPTY)
-    assert decision.winner == results[0]
-    assert decision.scores == (-0.5, -0.6)
-
-
 @pytest.mark.parametrize(
     ("candidates", "accuracies", "winner"),
     [
@@ -246,9 +233,8 @@ def test_one_candidate_is_no_search_and_its_multiplier_accumulates() -> None:
 # Divergence.
 
 
-@pytest.mark.parametrize("score", ["val_metric", "val_loss"])
-def test_a_diverged_candidate_never_wins(score: str) -> None:
-    policy = stpt(candidates=[2.0, 1.0], score=score)
+def test_a_diverged_candidate_never_wins() -> None:
+    policy = stpt(candidates=[2.0, 1.0])
     action = next_round(policy)
     diverged = result(action.candidates[0], status="diverged", val_metric=0.99, val_loss=0.0)
     decision = policy.decide(
