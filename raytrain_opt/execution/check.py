@@ -301,7 +301,7 @@ def _check_sampler(sections: Mapping[str, Any]) -> list[Problem]:
     search, workers = sections.get("batch_size_search"), sections.get("workers")
     if search is None or workers is None or workers.use_gpu is not False:
         return []
-    from raytrain_opt.search.batch_size.factory import check_sampler
+    from raytrain_opt.search.factory import check_sampler
 
     return problems_of(lambda: check_sampler(search, use_gpu=False))
 

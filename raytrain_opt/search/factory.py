@@ -1,4 +1,4 @@
-"""Build the learning-rate policy of a job."""
+"""Build the learning-rate policy and the batch-size strategy of a job."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from raytrain_opt.config.batch_size import (
+    BatchSizeSection,
+    EpochTimeMinimizeSearch,
+    GpuUsageMaximizeSearch,
+    ThroughputKneeSearch,
+)
 from raytrain_opt.config.learning_rate import (
     HorizonPolicy,
     ReplayPolicy,
@@ -18,6 +24,9 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.optim.epoch_steps import EpochSteps, length_of
 from raytrain_opt.optim.schedules import build_schedule
+from raytrain_opt.search.batch_size.published import EpochTimeMinimize, GpuUsageMaximize
+from raytrain_opt.search.batch_size.strategy import SizeBounds, Strategy
+from raytrain_opt.search.batch_size.throughput_knee import ThroughputKnee
 from raytrain_opt.search.fixed_schedule import (
     FixedSchedule,
     PlannedSchedule,
@@ -125,3 +134,25 @@ def read_schedule(path: str) -> RecordedSchedule:
         problem = Problem("learning_rate.schedule", f"cannot be read: {error}", repr(path))
         raise JobError([problem]) from error
     return RecordedSchedule.parse(text, path)
+
+
+_STRATEGIES: dict[type, Callable[[Any, SizeBounds], Strategy]] = {
+    ThroughputKneeSearch: ThroughputKnee,
+    GpuUsageMaximizeSearch: GpuUsageMaximize,
+    EpochTimeMinimizeSearch: EpochTimeMinimize,
+}
+
+
+def build_strategy(section: BatchSizeSection, bounds: SizeBounds) -> Strategy:
+    """Build the strategy that the section names, with its settings."""
+    return _STRATEGIES[type(section)](section, bounds)
+
+
+def check_sampler(section: BatchSizeSection, *, use_gpu: bool) -> None:
+    """Raise JobError for a GPU's utilization without GPU; a job must name the CPU's sampler."""
+    if section.needs_utilization and not use_gpu and section.utilization.sampler == "auto":
+        rule = (
+            "must be cpu (the process's CPU time) if the job trains without a GPU, or choose "
+            "another batch_size_search.strategy, such as throughput_knee"
+        )
+        raise JobError([Problem("batch_size_search.utilization.sampler", rule, "'auto'")])
