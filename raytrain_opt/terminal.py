@@ -114,10 +114,24 @@ def print_line(console: Console, text: str) -> None:
 def epoch_text(record: EpochRecord) -> str:
     """Return one epoch as one line."""
     loss = "–" if record.train_loss is None else f"{record.train_loss:.4f}"
+    left_s = (record.epochs - record.epoch) * _training_s(record)
+    left = f"  about {_rounded(left_s)} left" if left_s else ""
+    speed = f"{record.samples_per_s:,.0f} samples/s"
     return (
         f"epoch {record.epoch}/{record.epochs}  lr {record.lr:.4g}  train loss {loss}  "
-        f"{_metric_text(record)}{record.samples_per_s:,.0f} samples/s  {record.duration_s:.1f} s"
+        f"{_metric_text(record)}{speed}  {record.duration_s:.1f} s{left}"
     )
+
+
+def _training_s(record: EpochRecord) -> float:
+    """Return the seconds of an epoch without its search."""
+    return max(record.duration_s - (record.timings_s.get("pretrain_s") or 0.0), 0.0)
+
+
+def _rounded(seconds: float) -> str:
+    units = ((3600, "h", 1), (60, "min", 0), (1, "s", 0))
+    size, unit, digits = next((u for u in units if seconds >= 2 * u[0]), units[-1])
+    return f"{seconds / size:.{digits}f} {unit}"
 
 
 def probe_text(record: BatchSizeProbeRecord) -> str:

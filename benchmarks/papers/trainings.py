@@ -30,7 +30,7 @@ from raytrain_opt.config.load import load_job
 from raytrain_opt.config.schema import Job
 from raytrain_opt.execution.resolve import Placement, settle
 from raytrain_opt.recording.recorder import versions
-from raytrain_opt.report.plots import draw
+from raytrain_opt.report.plots import save_figure
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,9 @@ def run_paper(
 def write_plot(file: Path | None, paint: Callable[[Any], None]) -> None:
     """Write a figure as PNG if a file is given: with few colors, for the repository."""
     if file is not None:
-        image = Image.open(io.BytesIO(draw(file.stem, "", "", paint).png))
+        png = io.BytesIO()
+        save_figure(png, file.stem, paint, format="png", dpi=200, facecolor="white")
+        image = Image.open(png)
         image.convert("RGB").quantize(64).save(file, "PNG", optimize=True)
 
 

@@ -107,7 +107,8 @@ class BatchReader(Dataset[Sample]):
             rule = f"no sample of {request.name} can be read; the last: {reason}"
             return LoadedBatch((), len(request.indices), DataError(self._source.field, rule))
         skipped = len(request.indices) - len(samples)
-        return LoadedBatch(self._source.collate(samples), skipped, None, samples=len(samples))
+        content = self._source.collate(request.split, samples)
+        return LoadedBatch(content, skipped, None, samples=len(samples))
 
     def _read(self, request: BatchRequest, index: int, key: int) -> Sample:
         """Read a sample with its random numbers; again, if that has created a generator."""

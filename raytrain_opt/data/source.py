@@ -71,7 +71,7 @@ class SampleSource(ABC):
     def digest(self) -> str:
         """Return a digest of what can be known without reading all samples."""
 
-    def collate(self, samples: list[Sample]) -> Any:
+    def collate(self, split: SourceSplit, samples: list[Sample]) -> Any:
         """Return the batch of these samples."""
         from torch.utils.data import default_collate  # not at the top: the driver needs no torch
 

@@ -49,6 +49,8 @@ class UserDatasetSource(SampleSource):
             self.class_names = tuple(map(str, names))
         collate = section.collate or getattr(self._datasets["train"], "collate_fn", None)
         self._collate = None if collate is None else resolve_function(collate, "data.collate")
+        own = None if section.collate else getattr(self._datasets["test"], "collate_fn", None)
+        self._collate_test = own or self._collate
         self.example = self._probe(section.on_unreadable == "skip")
         first = next(leaves(self.example))
         self.sample_shape: tuple[int, ...] = tuple(first.shape)
@@ -101,15 +103,16 @@ class UserDatasetSource(SampleSource):
             raise self._error(split, index, f"{rule}correct the label or data.num_classes")
         return (x.permute(1, 2, 0).contiguous() if self.is_image else x), label
 
-    def collate(self, samples: list[Sample]) -> Any:
+    def collate(self, split: SourceSplit, samples: list[Sample]) -> Any:
         """Return the batch of the samples: stacked, or by the user's function, checked.
 
         In it arrays become tensors and float64 becomes float32. Raises DataError.
         """
-        if self._collate is None:
-            return super().collate(samples)
+        collate = self._collate if split == "train" else self._collate_test
+        if collate is None:
+            return super().collate(split, samples)
         try:
-            batch = map_leaves(_as_tensor, self._collate(samples))
+            batch = map_leaves(_as_tensor, collate(samples))
         except Exception as error:
             kind = type(samples[0]).__name__
             rule = f"raised {cause(error)}; called with a list of {len(samples)} samples ({kind})"
@@ -187,7 +190,7 @@ class UserDatasetSource(SampleSource):
             try:
                 with seeded(index):
                     if self._collate is not None:
-                        return self.collate([self._datasets["train"][index]])
+                        return self.collate("train", [self._datasets["train"][index]])
                     return self._sample("train", index)
             except DataError:
                 raise

@@ -11,7 +11,7 @@ from shlex import quote
 from typing import Any
 
 from raytrain_opt.clock import utc_now
-from raytrain_opt.config.section import is_instance
+from raytrain_opt.config.section import is_function_name, is_instance
 from raytrain_opt.execution.callbacks import Callbacks
 from raytrain_opt.execution.checkpoint_writer import CheckpointWriter
 from raytrain_opt.execution.resolve import Resolved
@@ -178,14 +178,24 @@ def _facts(run: TrainingRun, record: ResultRecord, report: str) -> list[tuple[st
     ]
     if checkpoint is not None:
         facts.append(("checkpoint", join(run_dir, f"checkpoints/{checkpoint.folder}")))
-        preprocessing = run.info.preprocessing
-        is_image = preprocessing is not None and preprocessing.is_image
-        use = "predict {} IMAGE..." if is_image else "export {} --format torch_export"
-        command = f"raytrain-opt {use.format(quote(run_dir))}"
-        if is_instance(run.job.model.name):
-            command = f"load_model({run_dir!r}, model=…) in Python"
-        facts.append(("next", command))
+        best = record.best and f"checkpoints/epoch-{record.best.epoch:04}"
+        if best and (run.paths.local / best).is_dir() and not best.endswith(checkpoint.folder):
+            facts.append(("its best", join(run_dir, best)))
+        facts += zip(("next", ""), _next_commands(run, run_dir), strict=False)
     return facts
+
+
+def _next_commands(run: TrainingRun, run_dir: str) -> list[str]:
+    """Return what can be done with the network of the run."""
+    name, task, preprocessing = run.job.model.name, run.job.task, run.info.preprocessing
+    if is_instance(name):
+        return [f"load_model({run_dir!r}, model=…) in Python"]
+    if not task.is_classification:
+        return [f"load_model({run_dir!r}, trust=True) in Python"]
+    arguments = f"{quote(run_dir)}{' --trust' if is_function_name(name) else ''}"
+    is_image = preprocessing is not None and preprocessing.is_image
+    predict = [f"raytrain-opt predict {arguments} IMAGE..."] if is_image else []
+    return [*predict, f"raytrain-opt export {arguments} --format onnx"]
 
 
 def _best_epoch(record: ResultRecord) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,15 +51,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-@dataclass(frozen=True)
-class Page:
-    """The HTML, and its plots as files for papers."""
-
-    html: str
-    plots: Sequence[Plot]
-
-
-def report_page(run: RunRecords) -> Page:
+def report_page(run: RunRecords) -> str:
     """Return the page of one run."""
     summary = summarize(run)
     return _render(
@@ -72,7 +64,7 @@ def report_page(run: RunRecords) -> Page:
     )
 
 
-def comparison_page(runs: Sequence[RunRecords]) -> Page:
+def comparison_page(runs: Sequence[RunRecords]) -> str:
     """Return the page that compares several runs, named by letters."""
     summaries = [summarize(run) for run in runs]
     changed = differences([run.job for run in runs])
@@ -172,7 +164,7 @@ def _events_table(run: RunRecords) -> Table:
     return Table("events", caption, columns, rows, wide=("text",))
 
 
-def _render(sections: Sequence[Section], **values: Any) -> Page:
+def _render(sections: Sequence[Section], **values: Any) -> str:
     """Fill the template; columns, tables and sections without content are left out."""
     filled = [replace(s, tables=[t.without_empty() for t in s.tables if t.rows]) for s in sections]
     values["sections"] = [s for s in filled if s.plots or s.tables or s.note]
@@ -185,7 +177,7 @@ def _render(sections: Sequence[Section], **values: Any) -> Page:
     )
     html = environment.get_template("page.html").render(written=utc_now(), **values)
     # A browser, too, obeys characters that change the direction of text.
-    return Page(printable(html), [plot for section in sections for plot in section.plots])
+    return printable(html)
 
 
 # Rows of the table.

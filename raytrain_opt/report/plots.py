@@ -1,4 +1,7 @@
-"""Figures in one style: SVG in the page's colors, and SVG and PNG files for papers."""
+"""Figures in one style, as SVG in the page's colors; tables; numbers as text for people.
+
+A dash stands for an unknown number.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,6 @@ color = COLORS.__getitem__
 SERIES = ("blue", "orange", "green", "pink", "yellow", "sky", "grey")
 
 _SIZE_IN = (4.8, 3.1)
-_DPI = 200
 
 
 class Cell(NamedTuple):
@@ -114,9 +116,7 @@ class Plot:
     name: str
     title: str
     caption: str
-    svg: str  # a complete file
-    inline: str  # the same as part of a page
-    png: bytes
+    inline: str  # SVG as part of a page
     table: Table | None = None  # the data; None when a table that the caption names has them
 
 
@@ -139,6 +139,13 @@ def draw(
     name: str, title: str, caption: str, paint: Callable[[Axes], None], table: Table | None = None
 ) -> Plot:
     """Draw a plot with one pair of axes, which `paint` fills; add a legend if it has labels."""
+    svg = io.StringIO()
+    save_figure(svg, name, paint, format="svg", metadata=_NO_METADATA)
+    return Plot(name, title, caption, inline_svg(svg.getvalue(), name, title), table)
+
+
+def save_figure(file: Any, name: str, paint: Callable[[Axes], None], **options: Any) -> None:
+    """Write the plot of `draw` into a file, with the options of matplotlib's `savefig`."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -148,13 +155,7 @@ def draw(
         axes = figure.add_subplot()
         paint(axes)
         _add_legend(axes)
-        figure.draw_without_rendering()  # compute the layout once for both files
-        figure.set_layout_engine(None)
-        svg, png = io.StringIO(), io.BytesIO()
-        figure.savefig(svg, format="svg", metadata=_NO_METADATA)
-        figure.savefig(png, format="png", dpi=_DPI, facecolor="white", metadata={"Software": None})
-    text = svg.getvalue()
-    return Plot(name, title, caption, text, inline_svg(text, name, title), png.getvalue(), table)
+        figure.savefig(file, **options)
 
 
 def inline_svg(svg: str, name: str, title: str) -> str:

@@ -74,6 +74,11 @@ class Stpt(Policy):
         epochs = round(_MIX_WARMUP * self.epochs / _MIX_EPOCHS)
         return Warmup(epochs=epochs if self.section.candidates == "mix" else 0)
 
+    @property
+    def search_updates(self) -> float:
+        epochs = range(self.warmup.epochs + 1, self.epochs + 1)
+        return sum(len(self.multipliers(e)) * self.alpha_steps(e) for e in epochs)
+
     def multipliers(self, epoch: int) -> tuple[float, ...]:
         """Return the multipliers of `epoch`, counted from 1."""
         own = self.section.candidates

@@ -89,6 +89,12 @@ class HorizonStpt(Policy):
         return latest_attempt(history, self.length.known_epochs)
 
     @property
+    def search_updates(self) -> float:
+        if self.length.includes_search or not self.race(History()).is_possible:
+            return 0
+        return self._budget(History())
+
+    @property
     def last_restart(self) -> int:
         return last_restart(self.length.known_epochs)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from traceback import extract_tb
@@ -167,8 +167,7 @@ def aggregates(task: Task) -> bool:
 def keep_outputs(outputs: dict[str, list[Any]], values: Mapping[str, Any]) -> None:
     """Append the outputs of a batch, on the CPU."""
     for name, value in values.items():
-        cpu = value.detach().cpu() if isinstance(value, Tensor) else tree_map(_on_cpu, list(value))
-        outputs.setdefault(name, []).append(cpu)
+        outputs.setdefault(name, []).append(tree_map(on_cpu, value))
 
 
 def aggregate(task: Any, parts: Sequence[Mapping[str, list[Any]]]) -> dict[str, float]:
@@ -183,8 +182,11 @@ def aggregate(task: Any, parts: Sequence[Mapping[str, list[Any]]]) -> dict[str, 
             batches.setdefault(name, []).extend(of_rank)
     try:
         outputs = {name: _join(name, values) for name, values in batches.items()}
-        is_metric = hasattr(task.aggregate, "compute")
-        values = _compute(task.aggregate, outputs) if is_metric else task.aggregate(outputs)
+        if hasattr(task.aggregate, "compute"):
+            update = {"args": (outputs["preds"], outputs["target"]), "kwargs": {}}
+            values = compute_metric(task.aggregate, [update])
+        else:
+            values = task.aggregate(outputs)
         metrics = {name: float(value) for name, value in values.items()}
     except DataError:
         raise
@@ -206,16 +208,21 @@ def _join(name: str, batches: list[Any]) -> Any:
     return torch.cat(batches)
 
 
-def _compute(metric: Any, outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers that a Metric or MetricCollection of torchmetrics computes."""
+def compute_metric(metric: Any, updates: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the numbers that a Metric or MetricCollection of torchmetrics computes.
+
+    updates: `args` and `kwargs` of each call of `update`, of all ranks.
+    """
     from torchmetrics import MetricCollection
 
     collection = copy.deepcopy(metric)
     if not isinstance(metric, MetricCollection):
         collection = MetricCollection([collection])
+    collection.reset()
     for part in collection.values(copy_state=False):
-        part.distributed_available_fn = lambda: False  # the outputs are those of all ranks
-    collection.update(outputs["preds"], outputs["target"])
+        part.distributed_available_fn = lambda: False  # nothing is left to add
+    for update in updates:
+        collection.update(*update["args"], **update["kwargs"])
     return {n: v for n, v in collection.compute().items() if getattr(v, "ndim", 0) == 0}
 
 
@@ -289,7 +296,8 @@ def count_flops(task: Task, model: nn.Module, batch: Batch) -> float:
     return 3 * counter.get_total_flops() / batch.size
 
 
-def _on_cpu(leaf: Any) -> Any:
+def on_cpu(leaf: Any) -> Any:
+    """Return a tensor on the CPU, without its gradient; another value as it is."""
     return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
 
 

@@ -223,6 +223,24 @@ def test_validate_names_classes_and_what_is_left_out(tmp_path: Path) -> None:
     assert "1 files or folders are left out: 1 .gif" in output
 
 
+def test_validate_says_what_training_and_search_cost(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("model: small_cnn\ndata: digits\nepochs: 4\nglobal_batch_size: 64\n")
+    output = invoke("validate", str(file), "--set", "workers.use_gpu=false").stdout
+    assert "updates        88 (22 in epoch 1)\n" in output
+    assert re.search(r"time +about \d.* s of computing on this machine's CPU; start, data", output)
+    assert "search         at most 88 updates, 100 % as many\n" in output
+    for policy, cost in (
+        (
+            "{policy: stpt, candidates: [1, 2], alpha: 5}",
+            "search         at most 40 updates, 50 %",
+        ),
+        ("{policy: schedule}", None),
+    ):
+        output = invoke("validate", str(file), "--set", f"learning_rate={policy}").stdout
+        assert cost in output if cost else "search  " not in output
+
+
 def test_the_summary_of_a_job_with_a_time_limit_names_the_time(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text("model: resnet8\ndata: digits\ntrain_for: 90s\nglobal_batch_size: 8\n")
@@ -239,7 +257,10 @@ def test_the_summary_of_a_job_with_a_time_limit_names_the_time(tmp_path: Path) -
             ["learning_rate={policy: stpt, candidates: [2, 1], alpha: 100}"],
             "candidates [2.0, 1.0], alpha 100",
         ),
-        ([SEARCH], "8, divided among the free GPUs, before the search by throughput_knee"),
+        (
+            [SEARCH],
+            "8, divided among the free GPUs, if there are any, before the search by",
+        ),
         ([SEARCH, "workers.count=2"], "8 = 2 workers x 4, before the search by throughput_knee"),
     ],
 )

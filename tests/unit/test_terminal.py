@@ -57,6 +57,23 @@ def test_each_note_and_each_epoch_is_one_line() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("epoch", "duration_s", "left"),
+    [
+        (3, 20.0, "about 50 s left"),
+        (3, 100.0, "about 8 min left"),
+        (3, 8000.0, "about 11.1 h left"),
+        (8, 20.0, None),
+    ],
+)
+def test_a_line_says_how_long_the_other_epochs_take(
+    epoch: int, duration_s: float, left: str | None
+) -> None:
+    """Without the search, which took ten seconds of the epoch."""
+    text = epoch_text(record(epoch=epoch, duration_s=duration_s, timings_s={"pretrain_s": 10.0}))
+    assert text.endswith(left or f"{duration_s} s")
+
+
 def test_the_bar_shows_phase_percentage_and_last_epoch() -> None:
     console, out = colored_console()
     with Bar(console) as terminal:

@@ -281,19 +281,17 @@ def signal_in_step(run: TrainingRun, number: int) -> None:
     workers.on_wait = on_wait
 
 
-@pytest.mark.parametrize("number", [IN_EVALUATION, 13])
 def test_a_run_that_is_stopped_by_signals_within_epochs_ends_as_one_that_was_not(
-    uninterrupted: Uninterrupted, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    uninterrupted: Uninterrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each process trains a few steps more and saves the step that it has reached."""
+    """Each process trains a few steps more and saves its step; the second one is evaluating."""
     monkeypatch.setattr(in_process, "_REPORT_EVERY_S", 0.0)
-    processes = [execute(uninterrupted.job, tmp_path, never, stop_in=number)]
-    steps = []
-    while not processes[-1].finished:
-        assert len(processes) < 200
-        index = read_index(paths_of(tmp_path).checkpoints)
-        steps += [checkpoint.steps for checkpoint in index[-1:]]
-        processes.append(execute(uninterrupted.job, tmp_path, never, stop_in=13))
+    finished, steps = False, []
+    for number in [13, IN_EVALUATION, *[13] * 200]:
+        if finished := execute(uninterrupted.job, tmp_path, never, stop_in=number).finished:
+            break
+        steps += [saved.steps for saved in read_index(paths_of(tmp_path).checkpoints)[-1:]]
+    assert finished
     assert any(steps)
     assert outcome(tmp_path) == uninterrupted.outcome
 
@@ -413,32 +411,25 @@ def uninterrupted(
     return run
 
 
-def resume_until_finished(job: Job, folder: Path, interrupt: Interrupt) -> list[Process]:
-    processes = [execute(job, folder, interrupt)]
-    while not processes[-1].finished:
-        assert len(processes) < 100
-        processes.append(execute(job, folder, interrupt))
-    return processes
-
-
-@pytest.mark.parametrize("further", [0, 2])
 def test_a_run_that_is_interrupted_after_every_checkpoint_ends_as_one_that_was_not(
-    uninterrupted: Uninterrupted, further: int, tmp_path: Path
+    uninterrupted: Uninterrupted, tmp_path: Path
 ) -> None:
-    """Each process saves one more checkpoint and then makes `further` moves, which are lost."""
+    """Each process saves one more checkpoint; half of them make two moves more, which are lost."""
+    finished, kept = False, list[str]()
+    for further in [0, 2, 2, 0] * 25:
 
-    def interrupt(moves: list[str]) -> bool:
-        saved = [number for number, name in enumerate(moves) if name in CHECKPOINTS]
-        return bool(saved) and len(moves) - 1 == saved[0] + further
+        def interrupt(moves: list[str], further: int = further) -> bool:
+            saved = [number for number, name in enumerate(moves) if name in CHECKPOINTS]
+            return bool(saved) and len(moves) - 1 == saved[0] + further
 
-    processes = resume_until_finished(uninterrupted.job, tmp_path, interrupt)
-    moves = [move for process in processes for move in process.moves]
-    checkpoints = sum(move in CHECKPOINTS for move in uninterrupted.moves)
-    assert sum(move in CHECKPOINTS for move in moves) == checkpoints
-    assert len(processes) == checkpoints + (further == 0)
+        process = execute(uninterrupted.job, tmp_path, interrupt)
+        if finished := process.finished:
+            kept += process.moves
+            break
+        kept += process.moves[: len(process.moves) - further]
+    assert finished
+    assert kept == uninterrupted.moves
     assert outcome(tmp_path) == uninterrupted.outcome
-    if further == 0:
-        assert moves == uninterrupted.moves
 
 
 def test_residents_that_die_in_every_command_change_no_number(
@@ -549,7 +540,7 @@ def test_a_full_disk_ends_the_run_and_damages_no_checkpoint(room: int, tmp_path:
         with pytest.raises(StorageError, match=rf"^{interrupted}.* cannot be written: "):
             execute(job, interrupted, fill)
     assert read_index(paths_of(interrupted).checkpoints)[-1].epoch >= 1
-    resume_until_finished(job, interrupted, never)
+    assert execute(job, interrupted).finished
     assert outcome(interrupted) == outcome(expected)
 
 
