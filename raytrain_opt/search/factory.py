@@ -22,7 +22,7 @@ from raytrain_opt.config.learning_rate import (
 )
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem
-from raytrain_opt.optim.epoch_steps import EpochSteps, length_of
+from raytrain_opt.optim.epoch_steps import EpochSteps, Length
 from raytrain_opt.optim.schedules import build_schedule
 from raytrain_opt.search.batch_size.published import EpochTimeMinimize, GpuUsageMaximize
 from raytrain_opt.search.batch_size.strategy import SizeBounds, Strategy
@@ -54,16 +54,20 @@ class TaskFacts:
     class_counts: Sequence[int] = ()
 
 
-def build_policy(job: Job, steps: EpochSteps, facts: TaskFacts = TaskFacts()) -> Policy:
+def build_policy(
+    job: Job, length: Length, steps: EpochSteps, facts: TaskFacts = TaskFacts()
+) -> Policy:
     """Build the job's policy. Raises JobError if it does not match the steps per epoch."""
     section = job.learning_rate
-    return _BUILDERS[type(section)](job, section, steps, facts)
+    return _BUILDERS[type(section)](job, section, length, steps, facts)
 
 
-def _horizon(job: Job, section: HorizonPolicy, steps: EpochSteps, facts: TaskFacts) -> HorizonStpt:
+def _horizon(
+    job: Job, section: HorizonPolicy, length: Length, steps: EpochSteps, facts: TaskFacts
+) -> HorizonStpt:
     return HorizonStpt(
         section,
-        length_of(job),
+        length,
         steps,
         job.optimizers,
         facts.channel_norm,
@@ -73,12 +77,16 @@ def _horizon(job: Job, section: HorizonPolicy, steps: EpochSteps, facts: TaskFac
     )
 
 
-def _stpt(job: Job, section: StptPolicy, steps: EpochSteps, facts: TaskFacts) -> Stpt:
-    return Stpt(section, length_of(job).known_epochs, steps)
+def _stpt(
+    job: Job, section: StptPolicy, length: Length, steps: EpochSteps, facts: TaskFacts
+) -> Stpt:
+    return Stpt(section, length.known_epochs, steps)
 
 
-def _schedule(job: Job, section: SchedulePolicy, steps: EpochSteps, facts: TaskFacts) -> Policy:
-    epochs = length_of(job).known_epochs
+def _schedule(
+    job: Job, section: SchedulePolicy, length: Length, steps: EpochSteps, facts: TaskFacts
+) -> Policy:
+    epochs = length.known_epochs
     policy: FixedSchedule | PlannedSchedule = PlannedSchedule(section, steps)
     if epochs:
         fixed = build_schedule(section, epochs=epochs, steps_per_epoch=steps.first)
@@ -89,7 +97,7 @@ def _schedule(job: Job, section: SchedulePolicy, steps: EpochSteps, facts: TaskF
 
 
 def _replay(
-    job: Job, section: ReplayPolicy, steps: EpochSteps, facts: TaskFacts
+    job: Job, section: ReplayPolicy, length: Length, steps: EpochSteps, facts: TaskFacts
 ) -> RecordedSchedule:
     """Read the schedule that a job replays. Raises JobError if it belongs to another one."""
     schedule = read_schedule(section.schedule)
@@ -106,11 +114,11 @@ def _replay(
     if recorded.lr_multipliers != multipliers:
         rule = f"the replayed schedule belongs to {dict(recorded.lr_multipliers)}"
         raise JobError([Problem("optimizer.lr_multipliers", rule, str(multipliers))])
-    schedule.check(length_of(job).known_epochs, steps)
+    schedule.check(length.known_epochs, steps)
     return schedule
 
 
-_BUILDERS: dict[type, Callable[[Job, Any, EpochSteps, TaskFacts], Policy]] = {
+_BUILDERS: dict[type, Callable[[Job, Any, Length, EpochSteps, TaskFacts], Policy]] = {
     HorizonPolicy: _horizon,
     StptPolicy: _stpt,
     SchedulePolicy: _schedule,
