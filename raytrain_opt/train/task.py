@@ -212,6 +212,13 @@ def _join(name: str, batches: list[Any]) -> Any:
     return torch.cat(batches)
 
 
+def fresh_metric(metric: Any) -> Any:
+    """Return a copy of a Metric or MetricCollection, on the CPU and without state."""
+    fresh = copy.deepcopy(metric).cpu()
+    fresh.reset()
+    return fresh
+
+
 def compute_metric(metric: Any, updates: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the numbers that a Metric or MetricCollection of torchmetrics computes.
 
@@ -219,10 +226,9 @@ def compute_metric(metric: Any, updates: Iterable[Mapping[str, Any]]) -> dict[st
     """
     from torchmetrics import MetricCollection
 
-    collection = copy.deepcopy(metric)
+    collection = fresh_metric(metric)
     if not isinstance(metric, MetricCollection):
         collection = MetricCollection([collection])
-    collection.reset()
     for part in collection.values(copy_state=False):
         part.distributed_available_fn = lambda: False  # nothing is left to add
     for update in updates:
