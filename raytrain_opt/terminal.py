@@ -114,7 +114,7 @@ def print_line(console: Console, text: str) -> None:
 def epoch_text(record: EpochRecord) -> str:
     """Return one epoch as one line."""
     loss = "–" if record.train_loss is None else f"{record.train_loss:.4f}"
-    left_s = (record.epochs - record.epoch) * _training_s(record)
+    left_s = (record.epochs - record.epoch) * _next_epoch_s(record)
     left = f"  about {_rounded(left_s)} left" if left_s else ""
     speed = f"{record.samples_per_s:,.0f} samples/s"
     return (
@@ -123,9 +123,13 @@ def epoch_text(record: EpochRecord) -> str:
     )
 
 
-def _training_s(record: EpochRecord) -> float:
-    """Return the seconds of an epoch without its search."""
-    return max(record.duration_s - (record.timings_s.get("pretrain_s") or 0.0), 0.0)
+def _next_epoch_s(record: EpochRecord) -> float:
+    """Return the seconds that an epoch like this one takes, without a run's start and search.
+
+    A search after the first epoch is one of each epoch.
+    """
+    parts = ("main_train_s", "evaluate_s", *(["pretrain_s"] if record.epoch > 1 else []))
+    return sum(record.timings_s.get(part) or 0.0 for part in parts)
 
 
 def _rounded(seconds: float) -> str:
