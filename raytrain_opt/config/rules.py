@@ -35,8 +35,6 @@ def broken_rules(job: Job) -> Iterator[BrokenRule]:
     yield from _device_rules(job)
     if job.parallel.mode == "async":
         yield from _async_rules(job)
-    elif job.parallel.mode != "sync":
-        yield from _balance_rules(job)
     yield from _micro_batch_rules(job)
 
 
@@ -159,28 +157,19 @@ def _device_rules(job: Job) -> Iterator[BrokenRule]:
 
 def _micro_batch_rules(job: Job) -> Iterator[BrokenRule]:
     """Yield why the micro-batches do not share a global batch."""
-    micro_batches, workers = job.parallel.micro_batches, job.workers.size
-    if micro_batches and (micro_batches % workers or job.global_batch_size % micro_batches):
-        batch = f"global_batch_size ({job.global_batch_size})"
-        rule = f"must be a multiple of workers.count ({workers}) that divides {batch}"
+    count, workers, batch = job.parallel.micro_batches, job.workers.size, job.global_batch_size
+    if count is None:
+        return
+    needs_equal = job.parallel.mode == "async" or job.batch_norm.sync
+    if batch % count or count < workers or (needs_equal and count % workers):
+        least = "a multiple of" if needs_equal else "at least"
+        rule = f"must be {least} workers.count ({workers}) and divide global_batch_size ({batch})"
         yield "parallel.micro_batches", rule
-    if micro_batches and job.workers.count == "auto":
+    if job.workers.count == "auto" and needs_equal:
         yield "parallel.micro_batches", _NEEDS_COUNT
-    if micro_batches and job.batch_size_search is not None:
+    if job.batch_size_search is not None:
         rule = "belongs to one global_batch_size: not with find-batch-size or batch_size_search"
         yield "parallel.micro_batches", rule
-
-
-def _balance_rules(job: Job) -> Iterator[BrokenRule]:
-    """Yield what does not work with shares that differ from worker to worker."""
-    speeds, workers = job.parallel.speeds, job.workers.size
-    if job.workers.count == "auto" and speeds:
-        yield "parallel.speeds", _NEEDS_COUNT
-    elif speeds is not None and not len(speeds) == workers == job.workers.min_workers:
-        rule = f"give one for each of the {workers} workers, and no smaller workers.count.min"
-        yield "parallel.speeds", rule
-    if job.batch_norm.sync:
-        yield "batch_norm.sync", "needs equal shares, as parallel.mode: sync has"
 
 
 def _async_rules(job: Job) -> Iterator[BrokenRule]:

@@ -137,11 +137,6 @@ class ResidentConfig:
         """Seconds that a resident may take to leave when its pool is closed."""
         return self.timeouts.stop_s / 2
 
-    @property
-    def hands_over(self) -> bool:
-        """Whether workers whose peer died hand over their state: gloo tells them of a death."""
-        return self.learner.parallel.measures_shares and not self.plan.use_gpu
-
     def fetch_shared_data(self) -> SharedData:
         """Return the in-memory data set, if the job has one, shared with the node's processes."""
         [ref] = ray.get(self.mailbox.shared_data.remote())
