@@ -80,7 +80,8 @@ class Worker(CandidateTrainer):
         timings_s["data_wait_s"] = totals.data_wait_s
         timings_s["compute_s"] = totals.duration_s - totals.data_wait_s
         with stopwatch.measure("average_s"):
-            self.learner.finish_phase()
+            if totals.steps == total:
+                self.learner.finish_phase()
         self._live_id = _state_id(command, totals.steps)
         with stopwatch.measure("hand_over_s"):
             ref = self._send_state(self._live_id) if self.index == 0 else None

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from itertools import compress
 from types import MethodType
 
 import torch
@@ -80,7 +81,10 @@ class StepBuffers:
         self.begin_phase(range(1), 1)
 
     def begin_phase(self, share: range, count: int) -> None:
-        """Begin a phase in which this process computes `share` of `count` micro-batches."""
+        """Begin a phase in which this process computes `share` of `count` micro-batches.
+
+        The model is in training mode.
+        """
         self._share, self._count = share, count
         self._places: list[tuple[nn.Module, str]] = []
         if count > 1:
@@ -89,7 +93,9 @@ class StepBuffers:
                 (module, name)
                 for path, module in self._model.named_modules()
                 for name, buffer in module.named_buffers(recurse=False)
-                if f"{path}.{name}".lstrip(".") in saved and not buffer.is_complex()
+                if f"{path}.{name}".lstrip(".") in saved
+                and not buffer.is_complex()
+                and (module.training or not isinstance(module, _BatchNorm))
             ]
         self._are_known = False  # which of them change
 
@@ -124,21 +130,24 @@ class StepBuffers:
         total = nodes[-1]
         if not self._are_known:
             total, changes = total.chunk(2)
-        means = _unpack(total, self._before, self._count)
-        self._write([*means])
+        means = [*_unpack(total, self._before, self._count)]
         if not self._are_known:
             sizes = [_packed_size(buffer) for buffer in self._before]
             parts = zip(self._places, torch.split(changes, sizes), strict=True)
-            self._places = [
-                (module, name)
-                for (module, name), part in parts
-                if bool(part.any()) or (isinstance(module, _BatchNorm) and module.training)
+            changing = [
+                isinstance(module, _BatchNorm) or bool(part.any())  # waits for the device
+                for (module, _), part in parts
             ]
+            self._write(self._before)
+            self._places = [*compress(self._places, changing)]
+            means = [*compress(means, changing)]
             self._are_known = True
+        self._write(means)
 
     @torch.no_grad()
     def _write(self, values: Sequence[Tensor]) -> None:
-        torch._foreach_copy_(self._buffers, list(values))
+        if self._places:
+            torch._foreach_copy_(self._buffers, list(values))
 
 
 def _packed_size(buffer: Tensor) -> int:

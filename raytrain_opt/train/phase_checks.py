@@ -37,8 +37,8 @@ def compare_ranks(model: nn.Module, optimizer: Optimizer, epoch: int, *, failed:
     """Compare what `state_dict` has of model and optimizer over the process group.
 
     Call it on all ranks. Does nothing without a group of at least two, or if the phase `failed`
-    on any rank. Where ranks have different processors, which round differently, all take the values of
-    rank 0. Raises JobError, on all ranks, with the names of tensors that differ.
+    on any rank. Where ranks have different processors, which round differently, all take the
+    values of rank 0. Raises JobError, on all ranks, with the names of tensors that differ.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return

@@ -6,9 +6,9 @@ may have fewer. Floating-point addition is commutative but not associative, so a
 has the same bits for any number of processes and any shares.
 
 A process that computes neighboring micro-batches adds along the tree and keeps the nodes that are
-complete (`TreeSum`): one if its share is a node itself, at most 2 log2 M otherwise. Between W
-processes, each adds one of W parts of all nodes, then everyone gets all parts (`TreeExchange`): for
-one node in each process, these are the bytes of a ring all-reduce.
+complete (`TreeSum`): one if its share is a node itself, at most 2 log2 M otherwise. Each of W
+processes adds one of W parts of all nodes, then everyone gets all parts (`TreeExchange`): with one
+node in each process, these are the bytes of a ring all-reduce.
 """
 
 from __future__ import annotations

@@ -37,7 +37,6 @@ from raytrain_opt.execution.training_run import TrainingRun
 from raytrain_opt.paths import ENDING
 from raytrain_opt.recording.records import EpochRecord, RoundRecord
 from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
-from raytrain_opt.train.data_parallel import Parallel
 from tests.support.s3_server import S3Server
 from tests.support.small_jobs import large_batch_job, read_lines, small_job, without_times
 from tests.support.synthetic_runs import write_schedule
@@ -78,18 +77,6 @@ def test_a_gpu_that_a_job_needs_and_that_is_not_there_is_an_error(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ResourcesError, match="workers.use_gpu: true, but torch finds no GPU"):
         run(tiny_job(tmp_path, workers={"count": 1, "use_gpu": True}), in_process=True)
-
-
-def test_workers_that_cannot_share_a_step_are_reported_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Parallel, "report", lambda _: {"speeds": [1.0, 0.3]})
-    parallel = {"mode": "balanced", "micro_batches": 2}
-    result = run(tiny_job(tmp_path, parallel=parallel), in_process=True)
-    [event] = read_lines(result.run_dir, "events")
-    assert (event["kind"], event["epoch"]) == ("imbalance", 1)
-    assert "speeds 1.00, 0.30 cannot share a step well" in event["text"]
-    assert "raise parallel.micro_batches" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_training_that_is_too_short_for_a_search_says_so(

@@ -74,7 +74,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "stpt local": {
         "epochs": 2,
         "workers": {"count": 2},
-        "parallel": {"mode": "balanced", "speeds": [1.0, 0.6]},
+        "parallel": {"micro_batches": 4},
         "learning_rate": {
             "policy": "stpt",
             "candidates": [1.0, 0.5],

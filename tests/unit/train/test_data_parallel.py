@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -19,6 +18,7 @@ from raytrain_opt.train.data_parallel import (
     bucket_arguments,
     distribute,
 )
+from raytrain_opt.train.micro_batches import MicroBatches
 
 CPU = torch.device("cpu")
 
@@ -41,8 +41,9 @@ def section(**values: Any) -> ParallelSection:
 
 
 def step(parallel: Parallel) -> None:
-    with parallel.accumulate(last=True):
+    with parallel.accumulate(0):
         parallel.forward(torch.ones(2, 4)).sum().backward()
+    parallel.end_backward()
     parallel.after_step()
 
 
@@ -62,7 +63,8 @@ def test_several_processes_use_ddp() -> None:
     step(parallel)
     assert parallel.report() == {
         "mode": "sync",
-        "speeds": None,
+        "speeds": [1.0],
+        "micro_batches": [1],
         "gradient_buckets": [1, 2],
         "compression": "none",
     }
@@ -86,19 +88,22 @@ def test_parameters_without_a_gradient_must_be_frozen() -> None:
         step(distribute(Partial(), section()))
 
 
-@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("compression", ["bf16", "fp16"])
-def test_a_group_that_cannot_add_the_compressed_dtype_is_refused(
-    monkeypatch: pytest.MonkeyPatch, compression: str
+def test_compression_rounds_each_micro_batch_and_each_sum_in_one_process_too(
+    compression: str,
 ) -> None:
-    def refuse(tensor: Tensor) -> None:
-        raise RuntimeError("Invalid scalar type")
-
-    monkeypatch.setattr(dist, "all_reduce", refuse)
-    with pytest.raises(JobError, match="gloo cannot add .* on cpu: Invalid scalar") as caught:
-        distribute(nn.Linear(4, 2), section(compression=compression))
-    [problem] = caught.value.problems
-    assert (problem.path, problem.value) == ("parallel.compression", compression)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[compression]
+    model = nn.Linear(4, 2)
+    parallel = Parallel(model, section(compression=compression))
+    parallel.begin_phase(1, MicroBatches.all(3), lambda loss: loss)
+    x = torch.rand(3, 2, 4)
+    for number in parallel.indices:
+        with parallel.accumulate(number):
+            model(x[number]).sum().backward()
+    parallel.end_backward()
+    rows = x.sum(1).to(dtype)
+    assert model.weight.grad is not None
+    assert torch.equal(model.weight.grad[0], (rows[0] + rows[1] + rows[2]).float())
 
 
 def test_the_error_of_an_early_connection_is_raised_by_wait() -> None:
