@@ -20,6 +20,7 @@ import random
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -35,6 +36,7 @@ from raytrain_opt import Job
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.updates import ParallelSection
 from raytrain_opt.data import load_shared_data
+from raytrain_opt.optim.epoch_steps import ramp_factor
 from raytrain_opt.results import Steps
 from raytrain_opt.train import load_balance
 from raytrain_opt.train.data_parallel import Parallel, distribute
@@ -145,13 +147,10 @@ def _train(rank: int, name: str, stage: Stage, steps: int, number: int, folder: 
 
 def _phase(learner: Learner, phase: int, steps: int) -> tuple[float, ...]:
     """Train the last steps of an epoch."""
-    size = learner.config.global_batch_size * (
-        learner.config.batch_ramp.steps[0].factor
-        if learner.config.batch_ramp.steps and phase
-        else 1
-    )
+    config = learner.config
+    size = config.global_batch_size * ramp_factor(config.batch_ramp.steps, phase + 1)
     in_epoch = learner.info.train_size / size
-    end = int(in_epoch) if learner.config.data.drop_last else -int(-in_epoch // 1)
+    end = int(in_epoch) if config.data.drop_last else -int(-in_epoch // 1)
     trained = Steps(end - steps, tuple(0.05 / (1 + phase + step) for step in range(steps)))
     totals = learner.train(phase + 1, trained, MicroBatches.all(MICRO_BATCHES))
     learner.finish_phase()
@@ -164,13 +163,15 @@ def _random_shares(stage: Stage) -> Any:
         ends = [*cuts, count]
         return [range(a, b) for a, b in zip([0, *cuts], ends, strict=True)]
 
-    used = load_balance.split_by_speed if stage.shares is None else split
-    return mock.patch.object(load_balance, "split_by_speed", used)
+    if stage.shares is None:
+        return nullcontext()
+    return mock.patch.object(load_balance, "split_by_speed", split)
 
 
 def run_group(function: Callable[..., None], workers: int, arguments: tuple[Any, ...]) -> None:
     """Call a function with each rank and the arguments, in processes of their own."""
-    context = get_context("spawn")
+    context = get_context("forkserver")  # from a process that has imported torch
+    context.set_forkserver_preload(["benchmarks.same_bits", "torch._dynamo"])
     processes = [context.Process(target=function, args=(r, *arguments)) for r in range(workers)]
     for process in processes:
         process.start()
@@ -191,7 +192,7 @@ def _time_steps(rank: int, workers: int, pairs: int, folder: str) -> None:
 
     join(rank, workers, Path(folder) / "meeting")
     torch.manual_seed(0)
-    models = [cifar_resnet18(10, (3, 32, 32)) for _ in range(2)]
+    models = [cifar_resnet18(num_classes=10, sample_shape=(3, 32, 32)) for _ in range(2)]
     tree = distribute(models[0], ParallelSection(noise_scale=False))
     tree.begin_phase(0, MicroBatches.all(workers), lambda loss: loss)
     plain = DistributedDataParallel(models[1], gradient_as_bucket_view=True)
@@ -201,14 +202,14 @@ def _time_steps(rank: int, workers: int, pairs: int, folder: str) -> None:
     def tree_step() -> None:
         optimizers[0].zero_grad()
         with tree.accumulate(rank):
-            (nn.functional.cross_entropy(tree.forward(x), y) / tree.divisor).backward()
+            torch.autograd.backward(nn.functional.cross_entropy(tree.forward(x), y) / workers)
         tree.end_backward()
         optimizers[0].step()
         tree.after_step()
 
     def plain_step() -> None:
         optimizers[1].zero_grad()
-        nn.functional.cross_entropy(plain(x), y).backward()
+        torch.autograd.backward(nn.functional.cross_entropy(plain(x), y))
         optimizers[1].step()
 
     def seconds(step: Callable[[], None]) -> float:
@@ -257,12 +258,6 @@ def main() -> None:
         "step_ratio": {workers: statistics.median(r) for workers, r in ratios.items()},
         "ratios": ratios,
         "load": os.getloadavg()[0],
-        "different": [
-            f"{j}, {c}"
-            for j, by in digests.items()
-            for c, d in by.items()
-            if d != by["in process"]
-        ],
     }
     print(json.dumps(result))
 
