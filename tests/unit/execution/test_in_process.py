@@ -603,6 +603,6 @@ class FailsLater(nn.Module):
 def test_an_exception_of_a_network_names_its_line_and_the_step(tmp_path: Path) -> None:
     schedule = {"policy": "schedule", "initial": 0.1}
     job = tiny_job(tmp_path, model={"name": FailsLater}, learning_rate=schedule)
-    place = r"test_in_process.py:\d+ in forward, after 1 steps of epoch 1 in main_train"
+    place = r"test_in_process.py:\d+ in forward, after 2 steps of epoch 1 in main_train"
     with pytest.raises(ResidentError, match=f"worker 0: KeyError: 'no third step'; at .*{place}"):
         run(job, in_process=True)

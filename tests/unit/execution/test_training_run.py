@@ -452,31 +452,6 @@ def test_residents_that_die_in_every_command_change_no_number(
     assert outcome(tmp_path) == uninterrupted.outcome
 
 
-def test_a_run_continues_from_the_steps_that_were_done_before_a_death(
-    uninterrupted: Uninterrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first main training of each epoch ends in the middle, as where a worker had died."""
-    handle, broken = Worker.handle, set[int]()
-
-    def handle_first_half(worker: Worker, command: Command, on_step: OnStep) -> Any:
-        if not isinstance(command, MainTrain) or command.epoch in broken:
-            return handle(worker, command, on_step)
-        broken.add(command.epoch)
-        return handle(
-            worker, command, lambda done, total: on_step(done, total) or done == total // 2
-        )
-
-    monkeypatch.setattr(Worker, "handle", handle_first_half)
-    process = execute(uninterrupted.job, tmp_path)
-    assert outcome(tmp_path) == uninterrupted.outcome
-    output = " ".join(process.output.split())
-    assert (
-        output.count("a worker died or was cut off; training continues after step")
-        == len(broken)
-        > 1
-    )
-
-
 @pytest.mark.parametrize("name", ["stpt", "schedule"])
 def test_progress_does_not_depend_on_how_finely_workers_report_it(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
