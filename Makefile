@@ -6,10 +6,12 @@ UV_VERSION := 0.13.8
 STAMP := $(VENV)/.installed
 # For the tests without Ray. Some of them start two to four processes of their own.
 PYTEST_PROCESSES ?= 2
+# Of `make gpu-session`.
+MINUTES ?= 30
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-ray test-without-ray test-gpu lint types test-cluster docs \
-  clean
+.PHONY: help install quickstart test test-ray test-without-ray test-gpu test-null-gpu test-lowest \
+  gpu-session lint types test-cluster docs clean
 
 help:
 	@echo "make install     environment in $(VENV) with the versions of constraints.txt"
@@ -18,6 +20,9 @@ help:
 	@echo "                 it: make lint, types, test-ray, and test-without-ray, which uses two"
 	@echo "                 processes (PYTEST_PROCESSES=N for more)"
 	@echo "make test-gpu    the tests that need an NVIDIA GPU"
+	@echo "make test-null-gpu  CUDA's branches on a device that computes nothing; needs gcc and nm"
+	@echo "make test-lowest  the tests without Ray with the lowest declared versions, as Python 3.11"
+	@echo "make gpu-session  measure what a GPU is for, MINUTES=30 of it; DATA='{name: cifar100, …}'"
 	@echo "make test-cluster  ray up to ray down on your own machines, simulated by network namespaces;"
 	@echo "                 needs root, openssh-server, rsync and iproute2"
 	@echo "make docs        the generated parts of docs/: job file and records"
@@ -66,6 +71,18 @@ test-without-ray: install
 test-gpu: install
 	$(BIN)/pytest -m gpu tests/gpu
 
+test-null-gpu: install
+	$(BIN)/pytest tests/null_gpu
+
+test-lowest: install
+	$(BIN)/uv venv --quiet --allow-existing --python 3.11 $(VENV)-lowest
+	VIRTUAL_ENV=$(CURDIR)/$(VENV)-lowest $(BIN)/uv pip install --resolution lowest-direct -e '.[dev]'
+	$(VENV)-lowest/bin/pytest -n $(PYTEST_PROCESSES) --dist loadfile tests/multiprocess tests/unit
+
+gpu-session: install
+	$(BIN)/python -m benchmarks.gpu_session --minutes $(MINUTES) \
+	  $(if $(DATA),--data '$(DATA)') --out gpu-session
+
 test-cluster: install
 	$(BIN)/pytest -m cluster -s tests/cluster
 
@@ -73,5 +90,5 @@ docs: install
 	$(BIN)/python -m docs.generate
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV)-lowest build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -4,8 +4,8 @@ Each module's docstring says what is measured, what the timers cover and what th
 the last line printed is one JSON object. RESULTS.md lists the results.
 
 Learning-rate searches: start in `time_to_accuracy`; their rows, tasks and units
-are in `comparison_*`, and `in_process` trains without Ray. Batch size: `batch_size_search`,
-`gpu_batch_size_search`. Speed of training: `train_throughput` against `plain_ddp`, `gpu_train`,
-`lars_step`, `muon_step`, `async_straggler`, and `busy_cores` beside other programs. Overheads and
-failures: `round_overhead`, `chaos`.
+are in `comparison_*`, and `in_process` trains without Ray. Batch size: `batch_size_search`. Speed
+of training: `train_throughput` against `plain_ddp`, `gpu_train`, `optimizer_step`,
+`async_straggler`, and `busy_cores` beside other programs. Overheads and failures:
+`round_overhead`, `chaos`.
 """

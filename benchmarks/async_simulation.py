@@ -4,7 +4,7 @@ Nothing is computed and nobody waits: durations are given, events are in a heap.
 in `raytrain_opt.async_training.worker_loop`: while it computes, it sends its last gradient and
 fetches its next weights, as late as it can without waiting for them.
 
-What software costs is measured (`async_costs.py`) and given as `Costs`: each shard is one thread,
+What software costs is given as `Costs`: each shard is one thread,
 which makes updates and copies of the weights one after the other; a worker's copies and its calls
 of the coordinator are part of its own time.
 """

@@ -2,7 +2,7 @@
 
     python -m benchmarks.async_straggler [--repeats 2] [--workers 4] [--parts ...]
 
-Three parts; the JSON object of the last line holds the keys of each.
+Two parts; the JSON object of the last line holds the keys of each.
 
 balanced     shares by speed against equal ones with the product's learner, 4 workers and
              sleeps in place of computing (balanced_training.py): samples/s with one worker 4 x
@@ -13,11 +13,6 @@ balanced     shares by speed against equal ones with the product's learner, 4 wo
 throughput   `async` on Ray (async_processes.py) against `sync` (balanced_training.py) with
              `--workers` workers and sleeps in place of computing: steps per second with one worker
              4 times slower, `async_over_sync`, and with equal ones, `async_over_sync_even`.
-scaling      up to 48 simulated workers on a simulated network, scheduled by the product's
-             scheduler (async_simulation.py), with the measured costs of software (async_costs.py):
-             `efficiency_at_48` by seconds of a micro-batch, with and without these costs, and a
-             table over bandwidths. Three workers per node, 100 MB of weights (ResNet-50), without
-             variation.
 
 The accuracy of each way in each environment, and backup workers, were measured until 2026-11-24:
 results/async.md.
@@ -27,28 +22,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-from dataclasses import asdict
 from functools import partial
-from random import Random
 from statistics import median
 from typing import Any
 
-from benchmarks.async_costs import measure_costs
 from benchmarks.async_processes import asynchronous, job_of, worker_processes
-from benchmarks.async_simulation import Costs, Network, Simulation
 from benchmarks.balanced_training import CASES, Run, measure
 from benchmarks.common import machine
-from raytrain_opt.async_training.scheduler import EpochPhase
 from raytrain_opt.cluster.connection import ray_session
 from raytrain_opt.recording.recorder import versions
-from raytrain_opt.results import Steps
 
 WORKERS = 4
-WORKER_COUNTS = (1, 2, 4, 8, 16, 32, 48)
-GBIT_PER_S = (10, 25, 100)
-MICRO_BATCHES_S = (0.025, 0.05, 0.1, 0.25)
-BYTES, WORKERS_PER_NODE = 1e8, 3
 
 
 def balanced(args: argparse.Namespace) -> dict[str, Any]:
@@ -92,63 +76,7 @@ def throughput(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def scaling(args: argparse.Namespace) -> dict[str, Any]:
-    """Compute the efficiencies on simulated networks."""
-    with ray_session(None, verbose=False):
-        costs = measure_costs()
-    at_48 = [
-        {
-            "shards": shards,
-            "software": software,
-            "efficiency": {s: efficiency(48, s, 25, shards, c) for s in MICRO_BATCHES_S},
-        }
-        for shards in (nodes_of(48), 48)
-        for software, c in (("measured", costs), ("none", Costs()))
-    ]
-    table = [
-        {
-            "gbit_per_s": gbit_per_s,
-            "efficiency": {
-                workers: efficiency(workers, 0.25, gbit_per_s, workers, costs)
-                for workers in WORKER_COUNTS
-            },
-        }
-        for gbit_per_s in GBIT_PER_S
-    ]
-    return {
-        "efficiency_at_48": at_48,
-        "scaling": table,
-        "scaling_costs": asdict(costs),
-        "paper_efficiency_at_48": 0.625,
-    }
-
-
-def nodes_of(workers: int) -> int:
-    """Return the number of nodes that the workers fill."""
-    return math.ceil(workers / WORKERS_PER_NODE)
-
-
-def efficiency(
-    workers: int,
-    seconds: float,
-    gbit_per_s: float,
-    shards: int,
-    costs: Costs,
-    weight_bytes: float = BYTES,
-    gradient_bytes: float = BYTES,
-    seed: int = 0,
-) -> float:
-    """Return the micro-batches per second and worker relative to one that only computes."""
-    bytes_per_s = gbit_per_s * 1e9 / 8
-    link = Network(nodes_of(workers), shards, weight_bytes, gradient_bytes, bytes_per_s, costs)
-    random = Random(seed)
-    phase = EpochPhase("1.0", 1, Steps(0, (0.1,) * 60), workers, None)
-    # Workers of exactly equal speed would fetch and push at the same moments.
-    run = Simulation(phase, workers, lambda _: seconds * random.uniform(0.95, 1.05), link)
-    return round(phase.size * seconds / (run.run() * workers), 3)
-
-
-PARTS = {"balanced": balanced, "throughput": throughput, "scaling": scaling}
+PARTS = {"balanced": balanced, "throughput": throughput}
 
 
 def main() -> None:

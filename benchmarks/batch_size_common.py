@@ -1,4 +1,4 @@
-"""Shared by the two batch-size benchmarks: a training, its finders, the sweep, the regret."""
+"""Parts of batch_size_search: a training, its finders, the sweep, the regret."""
 
 from __future__ import annotations
 
@@ -236,19 +236,18 @@ def _finder_report(runs: Sequence[FinderRun], pairs: Mapping[int, _Pairs]) -> di
     }
 
 
-def add_arguments(parser: ArgumentParser, **defaults: object) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     """Add the options that `compare` reads, and `--max-probe-s` and `--max-loops` for finders."""
     parser.add_argument("--sizes", type=int, nargs="+", help="batch sizes of the sweep")
-    parser.add_argument("--passes", type=int, help="passes of the sweep")
-    parser.add_argument("--repeats", type=int, help="runs of each finder")
-    parser.add_argument("--pairs", type=int, help="measurements of a choice beside the best size")
+    parser.add_argument("--passes", type=int, default=2, help="passes of the sweep")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each finder")
+    parser.add_argument("--pairs", type=int, default=5, help="of a choice beside the best size")
     parser.add_argument("--max-batch-size", type=int, help="for all finders")
     parser.add_argument("--max-probe-s", type=float, help="timed seconds of a finder's probe")
-    parser.add_argument("--max-loops", type=int, help="probes of the published strategies")
+    parser.add_argument("--max-loops", type=int, default=30, help="of the published strategies")
     parser.add_argument(
-        "--sweep-max-probe-s", type=float, help="of one measurement of the sweep and the pairs"
+        "--sweep-max-probe-s", type=float, default=1.2, help="of the sweep and the pairs"
     )
-    parser.set_defaults(**defaults)
 
 
 def say(line: str) -> None:

@@ -146,7 +146,7 @@ def pretrain(task: Task, root: Path, folder: Path) -> str:
     """Train the network on the first 50 classes; return the path of its weights."""
     import torch
 
-    from benchmarks.in_process import ObservedRun, open_learner, resolve_here
+    from benchmarks.in_process import observed_run
     from raytrain_opt.config.schema import Job
     from raytrain_opt.driver import train
 
@@ -162,11 +162,9 @@ def pretrain(task: Task, root: Path, folder: Path) -> str:
         section = {"policy": "schedule", "shape": "cosine", "initial": 0.1}
         fresh = replace(task, pretrained=None)
         job = Job.model_validate(fresh.job({"name": "arrays", **data}, 12, 0, section))
-        resolved = resolve_here(job)
-        learner = open_learner(resolved.job)
-        train(ObservedRun(resolved, learner))
-        torch.save(learner.model.state_dict(), path)
-        learner.close()
+        with observed_run(job) as run:
+            train(run)
+            torch.save(run.learner.model.state_dict(), path)
     return str(path)
 
 

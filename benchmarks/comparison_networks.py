@@ -73,7 +73,7 @@ def resnet8_with_group_norm(*, num_classes: int, sample_shape: tuple[int, ...], 
     """Return a ResNet-8 with GroupNorm, four groups, for BatchNorm."""
     from torch import nn
 
-    from raytrain_opt.models.resnet import resnet8
+    from raytrain_opt.models.networks import resnet8
 
     network = resnet8(num_classes=num_classes, sample_shape=sample_shape, width=width)
     for name, layer in list(network.named_modules()):

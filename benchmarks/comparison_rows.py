@@ -111,19 +111,15 @@ def _ours(setting: Setting, section: Mapping[str, Any]) -> Unit:
     return Unit(f"ours{start}", setting, section, optimizer=setting.optimizer)
 
 
-def published_stpt(setting: Setting, *overrides: str, file: str = STPT_FILE) -> dict[str, Any]:
-    """Return the learning_rate section of the paper's job for this length, with the overrides."""
+def _stpt(setting: Setting) -> Unit:
+    """Return the training with the learning_rate section of the paper's job, for this length."""
     length = (
         f"epochs={setting.epochs}",
         f"learning_rate.alpha={STPT_ALPHA}",
         f"learning_rate.warmup.epochs={round(STPT_WARMUP_FRACTION * setting.epochs)}",
     )
-    job = load_job(JOBS / file, [*length, *overrides])
-    return job.learning_rate.model_dump(mode="json", exclude_unset=True)
-
-
-def _stpt(setting: Setting) -> Unit:
-    section = published_stpt(setting)
+    job = load_job(JOBS / STPT_FILE, length)
+    section = job.learning_rate.model_dump(mode="json", exclude_unset=True)
     return Unit("stpt", setting, section, optimizer=_of_schedules(setting))
 
 

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.common import synthetic_images
-from raytrain_opt.config.functions import resolve_function
+from raytrain_opt.config.load import resolve_function
 
 Pair = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
 
@@ -224,7 +224,7 @@ def resnet8_of_patches(
     """Return a ResNet-8 whose input channels are the pixels of patches [N, C p p, H/p, W/p]."""
     from torch import nn
 
-    from raytrain_opt.models.resnet import resnet8
+    from raytrain_opt.models.networks import resnet8
 
     channels, height, width_px = sample_shape
     shape = (channels * patch**2, height // patch, width_px // patch)

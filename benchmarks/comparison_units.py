@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
@@ -53,7 +53,6 @@ class Unit:
     name: str
     setting: Setting
     learning_rate: Mapping[str, Any]
-    options: Mapping[str, Any] = field(default_factory=dict)
     optimizer: str = "SGD"
     holds_out: bool = True
 
@@ -61,7 +60,7 @@ class Unit:
     def job(self) -> dict[str, Any]:
         """The job file's contents."""
         setting = self.setting
-        job = setting.task.job(
+        return setting.task.job(
             dict(setting.data),
             setting.epochs,
             setting.seed,
@@ -69,8 +68,6 @@ class Unit:
             self.optimizer,
             holds_out=self.holds_out,
         )
-        workers = self.options.get("workers")
-        return job if workers is None else {**job, "workers": {"count": workers}}
 
     @property
     def about(self) -> dict[str, Any]:
@@ -87,7 +84,7 @@ class Unit:
             # Without the network, which the job names.
             "task": {k: v for k, v in task.items() if k != "network" and v is not None},
             "job": {key: value for key, value in job.items() if key != "data"},
-            "options": dict(self.options),
+            "options": {},
             "holds_out": self.holds_out,
             "code": _policy_digest(self.learning_rate["policy"]),
         }

@@ -188,12 +188,12 @@ def join(rank: int, workers: int, meeting: Path) -> None:
 
 def _time_steps(rank: int, workers: int, pairs: int, folder: str) -> None:
     """Time steps of ResNet-18, alternately with the sums along the tree and an all-reduce."""
-    from raytrain_opt.models.resnet import cifar_resnet18
+    from raytrain_opt.models.networks import cifar_resnet18
 
     join(rank, workers, Path(folder) / "meeting")
     torch.manual_seed(0)
     models = [cifar_resnet18(num_classes=10, sample_shape=(3, 32, 32)) for _ in range(2)]
-    tree = distribute(models[0], ParallelSection(noise_scale=False))
+    tree = distribute(models[0], ParallelSection())
     tree.begin_phase(0, MicroBatches.all(workers), lambda loss: loss)
     plain = DistributedDataParallel(models[1], gradient_as_bucket_view=True)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.01, foreach=True) for m in models]

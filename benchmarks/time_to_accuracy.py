@@ -72,36 +72,37 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import machine
-from benchmarks.comparison_command import (
-    command,
-    compute_missing,
-    parse,
-    prepare_settings,
-    run_comparison,
-    setting_record,
-)
+from benchmarks.common import finite, machine
 from benchmarks.comparison_kinds import KINDS
 from benchmarks.comparison_rows import Row, outcome, over_seeds, rows, summary, target_of
-from benchmarks.comparison_tasks import OPTIMIZERS, OTHER_DATA, OTHER_NETWORKS, TASKS
-from benchmarks.comparison_units import Cache, Result, Setting
+from benchmarks.comparison_tasks import (
+    OPTIMIZERS,
+    OTHER_DATA,
+    OTHER_NETWORKS,
+    SYNTHETIC,
+    TASKS,
+)
+from benchmarks.comparison_units import Cache, Result, Setting, Unit, compute_all, missing
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.recording.recorder import versions
 
-ALL_TASKS = {**TASKS, **OTHER_NETWORKS, **OTHER_DATA, **KINDS}
+ALL_TASKS = {**TASKS, **OTHER_NETWORKS, **OTHER_DATA, **KINDS, SYNTHETIC.name: SYNTHETIC}
 OURS = {"policy": "stpt_horizon"}
-FULL = {"tasks": list(TASKS), "seeds": 3, "epochs": 16, "scale": 1.0}
-QUICK = {"tasks": ["cifar100_coarse_16"], "seeds": 1, "epochs": 16, "scale": 1.0}
 
 
 def main() -> None:
-    run_comparison(_arguments(), compare, print_table)
+    args = _arguments()
+    with tempfile.TemporaryDirectory() as folder:
+        result = compare(args, Path(folder))
+    print_table(result["tasks"])
+    print(json.dumps(finite(result)))
 
 
 def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -109,7 +110,7 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     started_s = monotonic_s()
     chosen = {name: row for name, row in rows(args.ours).items() if name in args.rows}
     baseline = rows(args.ours)["cosine_default"]
-    settings = [replace(s, optimizer=args.optimizer) for s in prepare_settings(args, folder)]
+    settings = _settings(args, folder)
     cache = Cache(args.merge, args.cache)
     units = [
         unit
@@ -133,13 +134,44 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "summary": summary(table),
         "seconds": round(monotonic_s() - started_s, 1),
         "setting": {
-            **setting_record(args, settings),
+            "tasks": {setting.task.name: vars(setting.task) for setting in settings},
+            "seeds": sorted({setting.seed for setting in settings}),
+            "epochs": args.epochs,
+            "processes": args.processes,
             "ours": args.ours,
             "optimizer": args.optimizer,
         },
         "machine": machine(),
         "versions": versions(),
     }
+
+
+def _settings(args: argparse.Namespace, folder: Path) -> list[Setting]:
+    """Return every task with every seed; write the tasks' data below `folder`."""
+    tasks = [ALL_TASKS[name].scaled(args.scale, args.batch_factor) for name in args.tasks]
+    data = {task.name: task.prepare(args.data_root, folder) for task in tasks}
+    seeds = range(args.first_seed, args.first_seed + args.seeds)
+    return [
+        Setting(task, seed, task.epochs or args.epochs, data[task.name], args.optimizer)
+        for task in tasks
+        for seed in seeds
+    ]
+
+
+def compute_missing(cache: Cache, units: Sequence[Unit], processes: int) -> None:
+    """Compute the units that are not in the cache, printing a line for each."""
+    started_s, todo = monotonic_s(), missing(units, cache)
+    for done, (unit, result) in enumerate(compute_all(todo, processes), start=1):
+        cache.add(unit, result)
+        setting = unit.setting
+        print(
+            f"{monotonic_s() - started_s:6.0f} s  {done}/{len(todo)}  {setting.task.name} "
+            f"seed {setting.seed}  {unit.name}: {100 * result['accuracy']:.2f} %, "
+            f"{result['samples'] / setting.training_samples:.2f} trainings, "
+            f"{result['seconds']:.1f} s, peak {result['peak_lr']:.4g}"
+            + (f", diverged: {result['diverged']}" if result["diverged"] else ""),
+            flush=True,
+        )
 
 
 def _outcome(row: Row, baseline: Row, setting: Setting, cache: Cache) -> Result:
@@ -179,15 +211,32 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = command("Learning-rate searches against each other.", ALL_TASKS, list(rows(OURS)))
+    parser = argparse.ArgumentParser(description="Learning-rate searches against each other.")
+    parser.add_argument("--data-root", type=Path, help="folder of the image sets")
+    parser.add_argument("--tasks", nargs="+", choices=ALL_TASKS)
+    parser.add_argument("--rows", nargs="+", choices=rows(OURS))
+    parser.add_argument("--seeds", type=int, help="number of seeds")
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--epochs", type=int, default=16)
+    parser.add_argument("--scale", type=float, default=1.0, help="factor of the number of images")
+    parser.add_argument("--batch-factor", type=int, default=1, help="factor of the batch size")
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--cache", type=Path, help="file that keeps every result")
+    parser.add_argument("--merge", type=Path, nargs="+", default=[], help="more, read only")
+    parser.add_argument("--quick", action="store_true", help="one task and seed by default")
     parser.add_argument("--ours", type=json.loads, default=OURS, help="learning_rate, as JSON")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="auto")
-    parser.set_defaults(rows=None)
-    args = parse(parser, argv, ALL_TASKS, FULL, QUICK)
-    all_rows = rows(args.ours)
+    args = parser.parse_args(argv)
+    args.tasks = args.tasks or (["cifar100_coarse_16"] if args.quick else list(TASKS))
+    args.seeds = args.seeds or (1 if args.quick else 3)
+    if args.data_root is None and args.tasks != [SYNTHETIC.name]:
+        parser.error(
+            "--data-root is required: the folder of the image sets (layout: the docstring of "
+            "benchmarks/comparison_tasks.py)"
+        )
     possible = [
         name
-        for name, row in all_rows.items()
+        for name, row in rows(args.ours).items()
         if args.optimizer in ("auto", "SGD") or not row.only_sgd
     ]
     args.rows = args.rows or possible

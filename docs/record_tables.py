@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from raytrain_opt.recording.base import Record
 from raytrain_opt.recording.predictions import PredictionsRecord
 from raytrain_opt.recording.records import (
     BatchSizeProbeRecord,
     BatchSizeRecord,
     EpochRecord,
+    EventRecord,
+    Record,
     ResultRecord,
     RoundRecord,
     ScheduleRecord,
+    SpanRecord,
 )
-from raytrain_opt.recording.spans import EventRecord, SpanRecord
 
 # Record files of a run directory, in the order in which a reader meets them.
 RECORDS: dict[str, type[Record]] = {

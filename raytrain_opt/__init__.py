@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from raytrain_opt.errors import RaytrainOptError
     from raytrain_opt.execution.batch_size import find_batch_size
     from raytrain_opt.execution.callbacks import Callback
+    from raytrain_opt.execution.optimizer_finder import find_optimizer
     from raytrain_opt.execution.result import RunResult
     from raytrain_opt.train.batch_size_finder import MinibatchSizeOptimizer
     from raytrain_opt.train.trained_model import TrainedModel, load_model
@@ -33,6 +34,7 @@ __all__ = [
     "RunResult",
     "TrainedModel",
     "find_batch_size",
+    "find_optimizer",
     "load_job",
     "load_model",
     "run",
@@ -46,6 +48,7 @@ _MODULES = {
     "RunResult": "raytrain_opt.execution.result",
     "TrainedModel": "raytrain_opt.train.trained_model",
     "find_batch_size": "raytrain_opt.execution.batch_size",
+    "find_optimizer": "raytrain_opt.execution.optimizer_finder",
     "load_job": "raytrain_opt.config.load",
     "load_model": "raytrain_opt.train.trained_model",
     "run": "raytrain_opt.driver",

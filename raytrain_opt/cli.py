@@ -14,7 +14,7 @@ import click
 
 from raytrain_opt import clock
 from raytrain_opt.errors import RaytrainOptError, printable
-from raytrain_opt.execution.signals import EXIT_INTERRUPTED, EXIT_TERMINATED, Terminated
+from raytrain_opt.execution.signals import exit_code
 from raytrain_opt.user_code import exits_as_errors
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ _COMMANDS = {
     "export": "Write the network of a run as one file.",
     "shard": "Pack an image folder into tar files.",
     "doctor": "Check a cluster before paying for a run.",
-    "submit": "Run a job on a cluster, download results.",
     "schema": "Print the JSON schema of job files.",
 }
 _job_file = click.argument("job_file", metavar="JOB.yaml")
@@ -52,11 +51,6 @@ _address = click.option(
 )
 _trust = click.option(
     "--trust", is_flag=True, help="Run functions that the job.yaml of the run directory names."
-)
-_dashboard = click.option(
-    "--address",
-    metavar="URL",
-    help="URL of the cluster's dashboard. Default: http://localhost:8265.",
 )
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
 _run_dirs = click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True)
@@ -86,9 +80,14 @@ class _Command(click.Command):
                 _echo(traceback.format_exc(), err=True)
             _echo(f"error: {error}", err=True)
             raise SystemExit(error.exit_code) from error
+        except ModuleNotFoundError as error:
+            if error.name != "ray":
+                raise
+            rule = "error: this command needs Ray: pip install 'ray[default,train,tune]'"
+            _echo(f"{rule}; run --in-process trains without", err=True)
+            raise SystemExit(1) from error
         except KeyboardInterrupt as stop:
-            terminated = isinstance(stop, Terminated)
-            raise SystemExit(EXIT_TERMINATED if terminated else EXIT_INTERRUPTED) from stop
+            raise SystemExit(exit_code(stop)) from stop
         if code:
             raise SystemExit(code)
 
@@ -209,38 +208,15 @@ def runs(storage: str, as_json: bool) -> None:
 
 
 @main.command()
-@_job_file
-@_overrides
-@_dashboard
-def submit(job_file: str, overrides: tuple[str, ...], address: str | None) -> int:
-    """Run a job from this directory on a cluster, wait, and download its results.
-
-    Example: raytrain-opt submit jobs/quickstart.yaml --address http://localhost:8265
-    """
-    from raytrain_opt.commands.submit import submit as submit_job
-
-    return submit_job(job_file, overrides, address)
-
-
-@main.command()
 @_optional_job_file
 @_overrides
-@click.option(
-    "--address",
-    metavar="ADDR",
-    help="Address of a Ray cluster, or URL of its dashboard. Default: RAY_ADDRESS, else Ray is "
-    "started on this machine.",
-)
+@_address
 def doctor(job_file: str | None, overrides: tuple[str, ...], address: str | None) -> int:
     """Check a cluster (and optionally a job) before paying for a run.
 
     Example: raytrain-opt doctor jobs/quickstart.yaml --address auto
     """
     job = _load_job(job_file, overrides) if job_file is not None else None
-    if address is not None and address.startswith("http"):
-        from raytrain_opt.commands.submit import diagnose_on_cluster
-
-        return diagnose_on_cluster(job_file, overrides, address)
 
     from raytrain_opt.commands.doctor import diagnose
 

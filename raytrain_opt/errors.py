@@ -112,10 +112,6 @@ class ResourcesError(RaytrainOptError):
     exit_code = 2
 
 
-class ClusterError(RaytrainOptError):
-    """A job could not be submitted, or the connection to it was lost; says what to do."""
-
-
 class PoolError(RaytrainOptError):
     """A resident pool failed or did not answer in time; says which process and for how long."""
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, FiniteFloat
 
@@ -180,11 +180,14 @@ class EvalTotals:
     predictions: Predictions | None = None  # of a classifier on the test split
     failure: str = ""  # the exception that made the loss NaN
     loss_squares: float = 0.0  # sum of the squares of the losses
+    outputs: dict[str, list[Any]] | None = None  # of each batch, for a task's `aggregate`
+    aggregated: dict[str, float] = field(default_factory=dict)  # what that returned
 
     @property
     def means(self) -> dict[str, float]:
-        """The loss and each metric, as means over the samples; 0 without samples."""
-        return {name: value / max(self.samples, 1) for name, value in self.sums.items()}
+        """The loss and each metric, as means over the samples or as the task aggregated them."""
+        means = {name: value / max(self.samples, 1) for name, value in self.sums.items()}
+        return means | self.aggregated
 
     @property
     def loss(self) -> float:

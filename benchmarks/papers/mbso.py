@@ -1,7 +1,7 @@
 """Serizawa and Tatebe: the mini-batch size for speed. What a CPU can show of it.
 
     python -m benchmarks.papers.mbso (--quick | --full) --data-root FOLDER [--repeats N]
-        [--parts sweep search networks idle] [--max-loops N] [--plot FILE] [--traces FOLDER]
+        [--parts sweep search networks idle] [--max-loops N] [--plot FILE]
 
 The jobs are jobs/cifar100_vgg16_mbso.yaml (its VGG16 has one BatchNorm; 32x32 images, FOLDER: see
 comparison_tasks.py) and jobs/imagenet_resnet50_mbso.yaml, with one thread in place of a GPU, on
@@ -22,9 +22,7 @@ networks    why VGG16 keeps a GPU busier: multiply-adds per image and per kernel
 idle        one iteration at the batch of 96, split into waiting for data, copying, forward,
             backward, update: CIFAR-100 with its VGG16; ImageNet's files read in the process itself
             as published, from a fast disk and from one that takes 10 ms per file; and with two
-            loader processes, the product's default. `trace`: the longest time of an iteration
-            without a computing operator, from the trace of the same probe; `--traces` keeps these.
-            The paper's GPU idled about 1 s per iteration
+            loader processes, the product's default. The paper's GPU idled about 1 s per iteration
 
 `--quick`: sizes of 10 to 100, one pass, 8 loops, 5 minutes; `--full`: all sizes, three passes and
 repetitions, 100 loops, 2 hours (one pass and repetition: 40 minutes). Medians (lowest to highest).
@@ -38,7 +36,7 @@ import io
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -131,18 +129,13 @@ class Probed:
         self.job = load_job(file, settings)
         self.learner = open_learner(self.job)
 
-    def probe(self, size: int, job: Job | None = None, trace: Path | None = None) -> Probe:
+    def probe(self, size: int, job: Job | None = None) -> Probe:
         """Measure a size with the job's settings."""
         section = (job or self.job).batch_size_search
         assert section is not None
         sampler = open_probe_sampler(section, self.learner.device, 1)
         try:
-            profiler = profile(activities=[ProfilerActivity.CPU], acc_events=True)
-            with nullcontext() if trace is None else profiler:
-                probe = measure(probed_training(self.learner), size, section, sampler)
-            if trace is not None:
-                profiler.export_chrome_trace(str(trace))
-            return probe
+            return measure(probed_training(self.learner), size, section, sampler)
         finally:
             sampler.close()
 
@@ -175,7 +168,7 @@ def main() -> None:
             },
             "search": lambda: searches(cifar, files, args.repeats, args.max_loops),
             "networks": lambda: {p.title: arithmetic(Probed(p, cifar).job) for p in PATTERNS[:2]},
-            "idle": lambda: idle(cifar, files, args.repeats, args.traces or Path(folder)),
+            "idle": lambda: idle(cifar, files, args.repeats),
         }
         for name in args.parts:
             result[name] = parts[name]()
@@ -265,11 +258,8 @@ def arithmetic(job: Job) -> dict[str, float]:
     }
 
 
-def idle(
-    cifar: Mapping[str, Any], files: Path, repeats: int, traces: Path
-) -> dict[str, dict[str, Any]]:
+def idle(cifar: Mapping[str, Any], files: Path, repeats: int) -> dict[str, dict[str, Any]]:
     """Return the milliseconds of each part of an iteration, by the way of reading the images."""
-    traces.mkdir(parents=True, exist_ok=True)
     jpegs = {"root": str(files)}
     ways = {
         "CIFAR-100": (PATTERNS[0], cifar, 0.0),
@@ -283,17 +273,14 @@ def idle(
     }
     rows: dict[str, dict[str, Any]] = {}
     for way, (pattern, data, wait_s) in ways.items():
-        trace = traces / f"{way.replace(', ', '_').replace(' ', '_')}.json"
         with slow_files(wait_s):
             probed = Probed(pattern, data)
             probes = [probed.probe(JPEG_BATCH) for _ in range(repeats)]
-            traced = probed.probe(JPEG_BATCH, trace=trace)
             probed.learner.close()
         rows[way] = {
             part.removesuffix("_s"): spread([1e3 * p.timings_s[part] for p in probes])
             for part in probes[0].timings_s
         }
-        rows[way]["trace"] = round(pause_ms(json.loads(trace.read_text()), traced.steps))
     return rows
 
 
@@ -308,28 +295,6 @@ def slow_files(wait_s: float) -> Iterator[None]:
 
     with mock.patch.object(ImageFolderSource, "content", content):
         yield
-
-
-def pause_ms(trace: Mapping[str, Any], steps: int) -> float:
-    """Return the median, over the iterations, of the longest time without a computing operator.
-
-    A trace begins in the middle of nothing, so the iterations are those after the first.
-    """
-    spans = sorted(
-        (event["ts"], event["ts"] + event["dur"])
-        for event in trace["traceEvents"]
-        if event.get("cat") == "cpu_op" and _computes(event["name"])
-    )
-    pauses, end = [], spans[0][1]
-    for start, stop in spans:
-        pauses.append(start - end)
-        end = max(end, stop)
-    longest: float = median(sorted(pauses)[-max(1, steps - 1) :])
-    return longest / 1e3
-
-
-def _computes(operator: str) -> bool:
-    return any(kernel in operator for kernel in ("conv", "batch_norm", "mm", "relu", "threshold"))
 
 
 def write_jpegs(root: Path, folder: Path) -> Path:
@@ -364,7 +329,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, help="passes; default 1 with --quick, else 3")
     parser.add_argument("--max-loops", type=int, help="of a search; default 8 with --quick")
     parser.add_argument("--parts", nargs="+", default=["networks", "idle", "search", "sweep"])
-    parser.add_argument("--traces", type=Path, help="folder that keeps the traces")
     args = parser.parse_args()
     args.sizes = sorted({*SIZES, *JUMP_SIZES}) if args.full else QUICK_SIZES
     args.repeats = args.repeats or (3 if args.full else 1)

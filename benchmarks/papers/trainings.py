@@ -30,7 +30,7 @@ from raytrain_opt.config.load import load_job
 from raytrain_opt.config.schema import Job
 from raytrain_opt.execution.resolve import Placement, settle
 from raytrain_opt.recording.recorder import versions
-from raytrain_opt.report.plots import draw
+from raytrain_opt.report.plots import save_figure
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,10 @@ def train_missing(trainings: Iterable[Training], cache: Cache, root: Path, folde
 def accuracies(trainings: Sequence[Training], cache: Cache) -> dict[str, Any]:
     """Return mean, lowest and highest test accuracy in percent, over the seeds in the cache.
 
-    `gap`: accuracy on the training images minus that, the mean. `noise_scale`: the highest rate
-    times training images, divided by the samples of an update (Smith and Le, without momentum).
-    `seconds`: of training on one thread, the median.
+    `values`: of each seed. `trainings`: samples trained, with every candidate's, divided by those
+    behind the final weights. `gap`: accuracy on the training images minus that on the test images,
+    the mean. `noise_scale`: the highest rate times training images, divided by the samples of an
+    update (Smith and Le, without momentum). `seconds`: of training on one thread, the median.
     """
     results: list[Result] = [cache[training] for training in trainings if training in cache]
     if not results:
@@ -116,6 +117,10 @@ def accuracies(trainings: Sequence[Training], cache: Cache) -> dict[str, Any]:
     return {
         "seeds": len(values),
         **low_mean_high(values),
+        "values": [round(value, 2) for value in values],
+        "trainings": round(
+            mean(r["samples"] / (r["samples"] - r["search_samples"]) for r in results), 2
+        ),
         "gap": round(mean(gaps), 2),
         "peak_lr": round(peak_lr, 4),
         "noise_scale": round(peak_lr * first.task.train / first.batch, 2),
@@ -175,7 +180,9 @@ def run_paper(
 def write_plot(file: Path | None, paint: Callable[[Any], None]) -> None:
     """Write a figure as PNG if a file is given: with few colors, for the repository."""
     if file is not None:
-        image = Image.open(io.BytesIO(draw(file.stem, "", "", paint).png))
+        png = io.BytesIO()
+        save_figure(png, file.stem, paint, format="png", dpi=200, facecolor="white")
+        image = Image.open(png)
         image.convert("RGB").quantize(64).save(file, "PNG", optimize=True)
 
 

@@ -290,7 +290,7 @@ def parameter_server(
 
     `shards`: their number, by default one for each node.
     """
-    if config.parallel.mode != "async":
+    if config.parallel.common_steps:
         yield None
         return
     name = f"ssp-coordinator-{secrets.token_hex(8)}"
@@ -358,5 +358,5 @@ class AsynchronousWorkers:
         # Ray Train places each worker separately, so their number on this node is not known.
         workers_on_node = math.ceil(config.plan.workers / len(alive_nodes()))
         torch.set_num_threads(compute_threads(config.threads, workers_on_node))
-        learner = Learner(config.learner, config.fetch_shared_data(), ray.train.torch.get_device())
+        learner = Learner(*config.fetch_inputs(), ray.train.torch.get_device())
         return AsyncWorker(learner, context.get_world_rank(), self.server, ObjectStore())

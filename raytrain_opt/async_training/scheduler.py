@@ -4,7 +4,7 @@ Pure: no processes, no clock.
 
 Asynchronous data parallelism (Sato): every gradient is an update, made when it arrives. Each step
 of an epoch is split into a multiple of P micro-batches, P the number of workers; any worker claims
-the next one, so fast workers compute more. `Granularity` chooses how many, and `update_conversion`
+the next one, so fast workers compute more. `Granularity` chooses how many, and `weight_shard`
 says what the rate, momentum and weight decay of a step are for one of them.
 
     u        updates done so far, the version of the weights

@@ -60,6 +60,11 @@ def check_address(address: str | None) -> None:
     if ray.is_initialized() or not target or target in _SYMBOLIC_ADDRESSES:
         return
     url = urlsplit(target if "://" in target else f"//{target}")
+    if url.scheme in ("http", "https"):
+        rule = "is the URL of a dashboard"
+        hint = f"run the command there: ray job submit --address {target} --working-dir . -- "
+        hint += "python -m raytrain_opt …"
+        raise JobError([Problem("--address", rule, repr(target), hint)], "arguments")
     if url.scheme not in ("", "ray"):
         return
     try:

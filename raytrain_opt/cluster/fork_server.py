@@ -20,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -84,7 +85,11 @@ def main(listener: socket.socket) -> None:
         selector.register(listener, selectors.EVENT_READ)
         while all(key.fileobj is listener for key, _ in selector.select()):
             connection, _ = listener.accept()
-            if os.fork() == 0:
+            with warnings.catch_warnings():
+                # Of threads, by Python 3.12: those of the imports wait and hold no lock.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                is_fork = os.fork() == 0
+            if is_fork:
                 break
             connection.close()
         else:

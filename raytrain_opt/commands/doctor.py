@@ -31,14 +31,12 @@ from raytrain_opt.cluster.connection import (
     total_resources,
 )
 from raytrain_opt.cluster.resources import PoolPlan, PoolRequest, plan_pools
-from raytrain_opt.config.data import DatasetData, ImageFolderData
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem, ResourcesError, StorageError, printable
 from raytrain_opt.execution.check import check_data, check_job
-from raytrain_opt.monitoring.nvml import GpuState, gpu_states
+from raytrain_opt.monitoring import gpu_names
 from raytrain_opt.recording.recorder import versions
-from raytrain_opt.report.formatting import times
-from raytrain_opt.search.factory import max_candidates
+from raytrain_opt.report.plots import times
 
 Level = Literal["ok", "warning", "error"]
 _STYLES = {"ok": "green", "warning": "yellow", "error": "red"}
@@ -46,8 +44,6 @@ _LOG_WIDTH = 120  # columns of the table in a log, which has no width of its own
 
 # The defaults of the job file, used without a job.
 _STORAGE_PATH, _START_S = "runs", 600.0
-# Resources below this are rounding errors of Ray's fractions.
-_MIN_AMOUNT = 0.01
 # About the gradients of a ResNet-18 in fp32; the median of five hides one slow repetition.
 _MIB, _REPEATS = 32, 5
 # Long enough for imports of torch on a slow disk, short for a user who waits.
@@ -131,7 +127,7 @@ class NodeFacts:
 
     host: str
     versions: dict[str, str]  # by package
-    gpus: tuple[GpuState, ...] = ()
+    gpus: tuple[str, ...] = ()  # their names
     gpu_error: str | None = None
     data_problems: tuple[str, ...] = ()
     storage_error: str | None = None  # why it does not see the file that the driver wrote
@@ -145,9 +141,9 @@ class NodeInspector:
         """Return what the node itself knows. Imports torch, as the processes of a run do."""
         import torch  # noqa: F401
 
-        gpus, gpu_error, storage_error, problems = list[GpuState](), None, None, list[Problem]()
+        gpus, gpu_error, storage_error, problems = list[str](), None, None, list[Problem]()
         try:
-            gpus = gpu_states()
+            gpus = gpu_names()
         except ResourcesError as error:
             gpu_error = str(error)
         try:
@@ -156,7 +152,7 @@ class NodeInspector:
         except StorageError as error:
             storage_error = str(error)
         # Each worker and slot reads these data itself; the driver reads the in-memory sets.
-        if job is not None and isinstance(job.data, ImageFolderData | DatasetData):
+        if job is not None and job.data.on_nodes:
             problems = check_data(job.data)
         return NodeFacts(
             socket.gethostname(),
@@ -207,7 +203,7 @@ def _last_line(error: Exception) -> str:
 
 def check_nodes(nodes: Sequence[NodeFacts]) -> list[Finding]:
     """Return all findings in the order of the table; the first node is the driver's."""
-    checks = (_check_versions, _check_gpus, _check_gpu_processes, _check_storage, _check_data)
+    checks = (_check_versions, _check_gpus, _check_storage, _check_data)
     return [finding for check in checks for finding in check(nodes)]
 
 
@@ -231,7 +227,7 @@ def _check_gpus(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
     if not any(node.gpus or node.ray_gpus or node.gpu_error for node in nodes):
         yield Finding("GPUs", "ok", f"none on {times(len(nodes), 'node')}: training on CPU")
     for node in nodes:
-        text = f"{node.host}: {len(node.gpus)} x {', '.join(sorted({g.name for g in node.gpus}))}"
+        text = f"{node.host}: {len(node.gpus)} x {', '.join(sorted({*node.gpus}))}"
         if node.gpu_error:
             result = f"{node.host}: {node.gpu_error}"
             yield Finding("GPUs", "error", result, "check nvidia-smi there")
@@ -245,18 +241,6 @@ def _check_gpus(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
             yield Finding("GPUs", "warning", result, remedy)
         elif node.gpus:
             yield Finding("GPUs", "ok", text)
-
-
-def _check_gpu_processes(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
-    for node in nodes:
-        busy = [
-            f"{', '.join(gpu.processes)} ({gpu.used_mib:,} of {gpu.memory_mib:,} MiB) on GPU {i}"
-            for i, gpu in enumerate(node.gpus)
-            if gpu.processes
-        ]
-        if busy:
-            remedy = "stop them or wait: they take memory and compute time from the training"
-            yield Finding("GPU processes", "warning", f"{node.host}: {'; '.join(busy)}", remedy)
 
 
 def _check_storage(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
@@ -283,7 +267,9 @@ def _check_room(job: Job | None) -> tuple[list[Finding], PoolPlan | None]:
     if job is None:
         return [], None
     try:
-        plan = plan_pools(PoolRequest.from_job(job, max_candidates(job)), total_resources())
+        plan = plan_pools(
+            PoolRequest.from_job(job, job.learning_rate.max_candidates), total_resources()
+        )
     except ResourcesError as error:
         remedy = (
             "change the job as described; if the cluster adds nodes automatically, a run waits "
@@ -291,18 +277,7 @@ def _check_room(job: Job | None) -> tuple[list[Finding], PoolPlan | None]:
         )
         return [Finding("room", "error", str(error), remedy)], None
     result = f"{plan.workers} workers and {plan.slots} slots fit"
-    if used := _used_resources():
-        remedy = "other jobs use them: a run waits for them until timeouts.start_s"
-        return [Finding("room", "warning", f"{result}, but {used} are in use", remedy)], plan
     return [Finding("room", "ok", "; ".join((result, *plan.notes)))], plan
-
-
-def _used_resources() -> str:
-    """Return the CPUs and GPUs in use, as text."""
-    total: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
-    used = {name: total.get(name, 0) - free.get(name, 0) for name in ("CPU", "GPU")}
-    return ", ".join(f"{amount:g} {name}" for name, amount in used.items() if amount > _MIN_AMOUNT)
 
 
 def _check_exchange(count: int, resources: dict[str, float], use_gpu: bool) -> Finding:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from raytrain_opt.config.error_messages import shown
-from raytrain_opt.config.functions import refuse_functions
-from raytrain_opt.config.load import load_job, plain_job
+from raytrain_opt.config.load import load_job, plain_job, refuse_functions
 from raytrain_opt.config.schema import Job
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.errors import JobError, Problem, printable

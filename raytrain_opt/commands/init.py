@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from io import StringIO
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -24,19 +24,17 @@ from raytrain_opt.commands.init_tables import SPLITS, Row, read_tables
 from raytrain_opt.config.data import ArraysData, HoldOut, ImageFolderData, ShardsData
 from raytrain_opt.data import DataInfo, load_shared_data, open_data
 from raytrain_opt.data.base import refuse_channels_last
-from raytrain_opt.data.batch_reader import SourceSplit
 from raytrain_opt.data.image_folder import (
     COLUMNS,
-    ImageFolderSource,
     class_folders,
     image_paths,
     left_out_kind,
     left_out_note,
 )
 from raytrain_opt.data.images import center_crop, open_image
-from raytrain_opt.data.shards import ShardSource
+from raytrain_opt.data.source import ImageSource, SourceSplit
 from raytrain_opt.errors import DataError, printable
-from raytrain_opt.monitoring.nvml import gpu_states
+from raytrain_opt.monitoring import gpu_names
 from raytrain_opt.storage import write_text
 
 _VALID = (
@@ -93,7 +91,7 @@ def init(
     for path in (output, labels):
         if path.exists():
             raise DataError(str(path), "exists, and init overwrites nothing; give --output FILE")
-    gpus = gpu_states()
+    gpus = gpu_names()
     try:
         section, rows, notes = find_data(folder.absolute(), labels, label_column)
     except OSError as error:
@@ -106,7 +104,7 @@ def init(
         labels.unlink(missing_ok=True)
         raise
     write_text(output, job_text(folder.absolute().name, section, facts, gpus=len(gpus)))
-    devices = f"{len(gpus)} x {gpus[0].name}" if gpus else "no GPU"
+    devices = f"{len(gpus)} x {gpus[0]}" if gpus else "no GPU"
     memory_gib = psutil.virtual_memory().total / 2**30
     table = {
         **_table(section, facts),
@@ -292,15 +290,14 @@ def examine(section: Section) -> Facts:
     shared, cpu = load_shared_data(parsed), torch.device("cpu")
     data = open_data(parsed, shared, hold_out=HoldOut(0), seed=0, device=cpu, channels_last=True)
     info = data.info
-    if isinstance(parsed, ArraysData):
+    if not parsed.on_nodes:
         if len(info.sample_shape) != 3:
             rule = "named models take images; for others write a function (own-model-and-data.md)"
             raise DataError("data.train.0", f"has samples {list(info.sample_shape)}; {rule}")
         refuse_channels_last(info.sample_shape)
         channels, height, width = info.sample_shape
         return Facts(info, min(height, width), f"{width} x {height}, {channels} channels")
-    assert isinstance(shared, ImageFolderSource | ShardSource)
-    source = shared
+    source = cast(ImageSource, shared)
     total = info.train_size + info.test_size
     spread = np.linspace(0, total - 1, min(_EXAMINED, total)).astype(int)
 

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from torch import cuda
+
 from raytrain_opt.config.schema import Job
 from raytrain_opt.config.section import function_name
 from raytrain_opt.errors import JobError, printable
 from raytrain_opt.execution.check import check_job, try_local_job
+from raytrain_opt.execution.resolve import Facts, Placement, resolve
+from raytrain_opt.optim.epoch_steps import length_of
+from raytrain_opt.report.plots import duration, percent
+
+if TYPE_CHECKING:
+    from raytrain_opt.train.thread_choice import StepTimer
 
 
 def validate(job: Job, job_file: str) -> str:
@@ -15,24 +25,27 @@ def validate(job: Job, job_file: str) -> str:
     """
     if problems := check_job(job):
         raise JobError(problems, job_file)
-    facts = try_local_job(job, job_file)
+    tried = try_local_job(job, job_file)
     summary, notes = {"data": ""}, ["data not checked: the data set is not downloaded yet"]
-    if facts is not None:
+    costs: dict[str, str] = {}
+    if tried is not None:
+        facts, timer = tried
         summary, notes = facts.info.summary, [*facts.info.notes]
+        costs = _costs(job, facts, timer)
     searched = job.batch_size_search
-    length = f"{job.epochs} epochs" if job.epochs else f"{job.train_for:g} s"
-    split = ", divided among the free GPUs"
-    if job.workers.count != "auto":
+    split = ", divided among the free GPUs, if there are any"
+    if job.workers.is_given:
         split = f" = {job.workers.size} workers x {job.batch_size_per_worker}"
     lines = {
         "model": function_name(job.model.name),
         **summary,
         "data": ", ".join(filter(None, (function_name(job.data.name), summary["data"]))),
-        "learning rate": _learning_rate(job),
+        "learning rate": job.learning_rate.summary,
         "optimizer": " or ".join(str(optimizer.name) for optimizer in job.optimizers),
-        "training": f"{length}, precision {job.precision}, seed {job.seed}",
+        "training": f"{length_of(job)}, precision {job.precision}, seed {job.seed}",
         "global batch": f"{job.global_batch_size}{split}"
         + (f", before the search by {searched.strategy}" if searched else ""),
+        **costs,
         "results": job.storage_path,
     }
     shown = [f"{name:14} {text}" for name, text in lines.items()]
@@ -40,12 +53,18 @@ def validate(job: Job, job_file: str) -> str:
     return "\n  ".join((f"{job_file}: valid", *texts))
 
 
-def _learning_rate(job: Job) -> str:
-    policy = job.learning_rate
-    if policy.policy == "replay":
-        return f"replay of {policy.schedule}"
-    if policy.policy == "schedule":
-        return f"{policy.shape} from {policy.initial:g}"
-    if policy.policy == "stpt_horizon":
-        return f"{policy.shape} decay; its peak is searched, starting at {policy.initial:g}"
-    return f"stpt from {policy.initial:g}, candidates {policy.candidates}, alpha {policy.alpha:g}"
+def _costs(job: Job, facts: Facts, timer: StepTimer) -> dict[str, str]:
+    """Return the updates of training and search and, of a training on CPUs, how long they take."""
+    if job.epochs is None or job.batch_size_search is not None:
+        return {}
+    resolved = resolve(job, facts, Placement.from_job(job), job.global_batch_size)
+    updates = sum(resolved.steps(epoch) for epoch in range(1, job.epochs + 1))
+    search = resolved.policy.search_updates
+    lines = {"updates": f"{updates:,} ({resolved.steps.first:,} in epoch 1)"}
+    if search:
+        lines["search"] = f"at most {search:,.0f} updates, {percent(search / updates, 0)} as many"
+    if job.workers.use_gpu is not True and not cuda.is_available():
+        step_s = timer.step_s(job.batch_size_per_worker) * job.workers.size
+        text = f"about {duration((updates + search) * step_s)} of computing on this machine's CPU"
+        lines["time"] = f"{text}; start, data and evaluations come on top"
+    return lines

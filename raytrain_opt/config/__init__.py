@@ -2,9 +2,9 @@
 
 Start reading at `schema` (`Job`, the root of all sections); `learning_rate`, `batch_size`,
 `updates` and `processes` hold its larger sections, `section` what every section is made of,
-`rules` what sections forbid each other. `load` reads job files, with `--set`, and writes them, by
-`yaml_loader`; `error_messages` translates pydantic's errors, `functions` finds functions of the
-user's own.
+`rules` what sections forbid each other. `load` reads job files, with `--set`, writes them, by
+`yaml_loader`, and finds the functions that they name; `error_messages` translates pydantic's
+errors.
 
 May import `errors` only, of this package. No torch, no Ray.
 """

@@ -23,6 +23,7 @@ class UtilizationSection(Section):
 class _BatchSizeSearch(Section):
     # A probe ends when the standard error of its samples/s, relative to it, is this small.
     relative_error: ClassVar[float] = 0.01
+    needs_utilization: ClassVar[bool] = False  # it decides by the utilization of the device
 
     initial: PositiveInt = 32
     """First batch size per worker (32 in the paper, for small images)."""
@@ -82,6 +83,8 @@ class _Published(_BatchSizeSearch):
 
 class GpuUsageMaximizeSearch(_Published):
     """Change the batch size until the utilization of the device reaches a target (MBSO)."""
+
+    needs_utilization: ClassVar[bool] = True
 
     strategy: Literal["gpu_usage_maximize"]
     target_pct: Annotated[float, Field(gt=0, le=100)] = 99.0

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 from pydantic import Discriminator, Field, Tag
 
@@ -14,16 +14,18 @@ from raytrain_opt.config.section import (
     Location,
     NamedSection,
     NameOrFunction,
+    NameOrInstance,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Section,
+    is_function_name,
 )
 
 ArraySet = Literal["digits", "mnist", "fashion_mnist", "cifar10", "cifar100"]
 ARRAY_SETS = get_args(ArraySet)
 _MAX_VALIDATION_SAMPLES = 5000
-DATA_NAMES = (*ARRAY_SETS, "arrays", "image_folder", "shards", "ray_data")
+DATA_NAMES = (*ARRAY_SETS, "arrays", "image_folder", "shards")
 
 
 class BatchAugment(Section):
@@ -39,6 +41,11 @@ class BatchAugment(Section):
     cutmix: Annotated[float, Field(ge=0, le=100)] = 0.0
     """alpha as for mixup, e.g. 1. 0: no cutmix. With both, each half of the steps."""
 
+    @property
+    def mixes(self) -> bool:
+        """Whether samples and their labels are mixed with others."""
+        return bool(self.mixup or self.cutmix)
+
 
 class Augment(BatchAugment):
     """Random changes to training images; applied to batches on the device for in-memory sets."""
@@ -47,6 +54,11 @@ class Augment(BatchAugment):
     """Pixels of padding before a random crop to the old size. 0: no crop."""
     flip: bool = False
     """Mirror left-right with probability 0.5."""
+
+
+def _default_augment(section: dict[str, Any]) -> Augment:
+    is_cifar = section.get("name") in ("cifar10", "cifar100")
+    return Augment(crop_padding=4, flip=True) if is_cifar else Augment()
 
 
 @dataclass(frozen=True)
@@ -67,15 +79,35 @@ class HoldOut:
         return max(1, min(int(self.fraction * size), _MAX_VALIDATION_SAMPLES))
 
 
+class DataFile(NamedTuple):
+    """A file or folder that data are read from: `path`, which the job names in `field`."""
+
+    field: str
+    path: str
+    kind: Literal["file", "folder", "uri"]
+    hint: str | None = None
+
+
 class _DataSection(NamedSection):
+    """What kinds of data can do.
+
+    `on_nodes`: each worker and slot reads the samples itself. `any_samples`: with a task of the
+    user's own, samples are any nesting of tensors.
+    """
+
+    on_nodes: ClassVar[bool] = False
+    any_samples: ClassVar[bool] = False
+
     validation_fraction: Fraction | None = None
     """Fraction of the training set held out to score candidates (the validation split), at most
     5,000 samples: during the whole training, or with policy stpt_horizon during the search and,
     with `weight_decay: auto`, half of the training. Default: 0.1, or 0 with policies without
     candidates that do not follow it (`learning_rate.plateau_on`)."""
-    sampler: Literal["random", "balanced"] = "random"
+    sampler: NameOrFunction = "random"
     """Samples of an epoch. random: each once. balanced: equally many of each class, so those of
-    small classes come several times, some of large classes in later epochs."""
+    small classes come several times, some of large classes in later epochs. Or
+    package.module:function: called with (samples, epoch, random), the numbers of the samples to
+    train on and a numpy Generator, it returns as many of them, in the order to train."""
     drop_last: bool = True
     """Leave out the samples of an epoch that do not fill a global batch; they differ from epoch to
     epoch. false: they are a last, smaller update."""
@@ -84,9 +116,25 @@ class _DataSection(NamedSection):
     image_folder those of ImageNet; float arrays are not normalized). none: do not normalize.
     [[means], [deviations]]: use these, for values scaled to 0..1."""
 
+    @property
+    def is_balanced(self) -> bool:
+        """Whether an epoch has equally many samples of each class."""
+        return self.sampler == "balanced"
+
+    def files(self) -> Iterable[DataFile]:
+        """Yield the files and folders that must be there."""
+        return ()
+
+    def broken_rules(self) -> Iterator[BrokenRule]:
+        """Refuse samplers that do not exist."""
+        if self.sampler not in ("random", "balanced") and not is_function_name(self.sampler):
+            yield "sampler", "must be random, balanced or package.module:function"
+
 
 class ArraySetData(_DataSection):
     """A public image set that fits in memory."""
+
+    labels_field: ClassVar[str] = "data.name"
 
     name: ArraySet
     """digits comes with this package, the others with torchvision."""
@@ -94,14 +142,20 @@ class ArraySetData(_DataSection):
     """Folder of the torchvision data sets."""
     download: bool = False
     """Download the data set if it is missing."""
-    augment: Augment | None = None
+    augment: Augment = Field(default_factory=_default_augment)
     """Default: crop_padding 4 and flip for CIFAR, which a section replaces; none for the
     others."""
+
+    def files(self) -> Iterator[DataFile]:
+        if self.name != "digits" and not self.download:
+            hint = "data.download: true downloads the set"
+            yield DataFile("data.root", self.root, "folder", hint)
 
 
 class ArraysData(_DataSection):
     """Arrays of your own as .npy files: x [samples, ...] and y [samples], the class numbers."""
 
+    labels_field: ClassVar[str] = "data.train.1"
     download: ClassVar[bool] = False
 
     name: Literal["arrays"]
@@ -114,9 +168,17 @@ class ArraysData(_DataSection):
     augment: Augment = Field(default_factory=Augment)
     """Only for uint8 images, [samples, height, width, channels] or with channels first."""
 
+    def files(self) -> Iterator[DataFile]:
+        for split, paths in (("train", self.train), ("test", self.test)):
+            yield DataFile(f"data.{split}.0", paths[0], "file")
+            yield DataFile(f"data.{split}.1", paths[1], "file")
 
-class _LoaderSection(_DataSection):
+
+class LoaderSection(_DataSection):
+    """Samples that are read one at a time."""
+
     download: ClassVar[bool] = False
+    on_nodes: ClassVar[bool] = True
 
     loader_workers: Literal["auto"] | Annotated[int, Field(ge=0, le=256)] = "auto"
     """Loader processes per worker and slot; 0: load in the process itself. auto: 2, and more when
@@ -129,7 +191,7 @@ class _LoaderSection(_DataSection):
     report counts those of the training."""
 
 
-class ImageFolderData(_LoaderSection):
+class ImageFolderData(LoaderSection):
     """Image files in the layout of ImageNet, root/train/<class>/*, or listed in a CSV file."""
 
     name: Literal["image_folder"]
@@ -150,13 +212,22 @@ class ImageFolderData(_LoaderSection):
     """Leave out gray images, whose files have one channel; the header of each file is read at the
     start. false: they become RGB."""
 
+    def files(self) -> Iterator[DataFile]:
+        yield DataFile("data.root", self.root, "folder")
+        if self.labels is not None:
+            yield DataFile("data.labels", self.labels, "uri")
+            return
+        for split in ("train_split", "test_split"):
+            yield DataFile(f"data.{split}", f"{self.root}/{getattr(self, split)}", "folder")
+
     def broken_rules(self) -> Iterator[BrokenRule]:
         """Refuse folders of splits beside a file that names the split of each image."""
+        yield from super().broken_rules()
         if self.labels is not None and (self.train_split, self.test_split) != ("train", "val"):
             yield "labels", "has a column split; remove train_split and test_split"
 
 
-class ShardsData(_LoaderSection):
+class ShardsData(LoaderSection):
     """Images in tar files (WebDataset format), local or in an object storage."""
 
     name: Literal["shards"]
@@ -178,37 +249,34 @@ class ShardsData(_LoaderSection):
     """Size of the cache on each node; those used longest ago are removed. It has to hold two times
     shuffle_shards."""
 
+    def files(self) -> Iterator[DataFile]:
+        yield DataFile("data.train", self.train, "uri")
+        yield DataFile("data.test", self.test, "uri")
 
-class RayData(_DataSection):
-    """Ray Datasets of your own: a function returning (train, test), executed once in a run."""
-
-    download: ClassVar[bool] = False
-
-    name: Literal["ray_data"]
-    function: NameOrFunction
-    """package.module:function."""
-    args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the function."""
-    columns: tuple[str, str] = ("image", "label")
-    """The columns of the samples and of their class numbers."""
-    num_classes: PositiveInt | None = None
-    """Default: the largest label of the training set plus one."""
-    shuffle_rows: PositiveInt = 2048
-    """Neighboring rows that are shuffled together, in a new order each epoch. A process holds up
-    to three times as many in memory."""
-    augment: Augment = Field(default_factory=Augment)
-    """Only for uint8 images [height, width, channels]."""
+    def broken_rules(self) -> Iterator[BrokenRule]:
+        """Refuse an order of samples that would need all shards at once."""
+        yield from super().broken_rules()
+        if self.sampler not in ("random", "balanced"):
+            yield "sampler", "of your own would read all shards at once; use image_folder"
 
 
-class DatasetData(_LoaderSection):
+class DatasetData(LoaderSection):
     """Data of your own: a function returning (train, test), torch Datasets of (x, label)."""
 
-    name: NameOrFunction
-    """package.module:function."""
+    any_samples: ClassVar[bool] = True
+
+    name: NameOrInstance
+    """package.module:function; from Python also the two Datasets."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
     num_classes: PositiveInt | None = None
     """Default: num_classes or len(classes) of the training Dataset."""
+    collate: NameOrFunction | None = None
+    """package.module:function, which makes a batch of a list of samples, such as padded texts.
+    Default: collate_fn of the training Dataset, else the stacked samples."""
+    group_by_length: PositiveInt | None = None
+    """Number of global batches whose samples are sorted by length together, such as 50, so that
+    batches need little padding. Needs `lengths` of the training Dataset. Default: not sorted."""
 
 
 def _data_kind(value: Any) -> str | None:
@@ -219,7 +287,7 @@ def _data_kind(value: Any) -> str | None:
         return "ArraySetData"
     if name in DATA_NAMES:
         return str(name)
-    is_missing = "name" not in section if isinstance(section, dict) else isinstance(section, tuple)
+    is_missing = isinstance(section, dict) and "name" not in section
     return None if is_missing or (isinstance(name, str) and ":" not in name) else "DatasetData"
 
 
@@ -228,7 +296,6 @@ DataSection = Annotated[
     | Annotated[ArraysData, Tag("arrays")]
     | Annotated[ImageFolderData, Tag("image_folder")]
     | Annotated[ShardsData, Tag("shards")]
-    | Annotated[RayData, Tag("ray_data")]
     | Annotated[DatasetData, Tag("DatasetData")],
     Discriminator(_data_kind),
 ]

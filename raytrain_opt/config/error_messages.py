@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from raytrain_opt.config.data import DATA_NAMES
-from raytrain_opt.config.section import BrokenRule, BrokenRulesError
+from raytrain_opt.config.section import BrokenRule, BrokenRulesError, is_bare_name
 from raytrain_opt.errors import Problem
 
 MAX_VALUE_CHARACTERS = 80
@@ -162,8 +162,6 @@ def _wrong_tag(located: _LocatedError, path: str, job: type[BaseModel]) -> Probl
     if path == "data":
         key, choices = "name", list(DATA_NAMES)
         rule = f"one of {', '.join(choices)} or package.module:function"
-        if isinstance(section, tuple):
-            rule = "a name, or a function that returns the two Datasets (train, test)"
     if isinstance(section, dict) and key not in section:
         return Problem(f"{path}.{key}", "is required", None, rule)
     value = section[key] if isinstance(section, dict) else section
@@ -200,7 +198,7 @@ def _locate(error: ErrorDetails, value: Any) -> _LocatedError:
         is_there = _has(value, part)
         if is_there or location[i:] == of_key:
             path = (*path, part)
-            value = value[part] if is_there and not _is_bare_name(value) else None
+            value = value[part] if is_there and not is_bare_name(value) else None
         elif part != "[key]":
             union = path
     return _LocatedError(error, path, union)
@@ -209,11 +207,7 @@ def _locate(error: ErrorDetails, value: Any) -> _LocatedError:
 def _has(value: Any, part: str | int) -> bool:
     if isinstance(value, list | tuple):
         return isinstance(part, int) and part < len(value)
-    return part in value if isinstance(value, Mapping) else part == "name" and _is_bare_name(value)
-
-
-def _is_bare_name(value: Any) -> bool:
-    return isinstance(value, str) or callable(value)
+    return part in value if isinstance(value, Mapping) else part == "name" and is_bare_name(value)
 
 
 def _sections_at(job: type[BaseModel], location: Iterable[str | int]) -> list[type[BaseModel]]:

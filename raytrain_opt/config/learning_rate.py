@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -70,8 +71,64 @@ FINE_TUNING_LR = 0.01
 _SCALING = "Scale `initial` to the global batch size. Default: no scaling."
 
 
-class StptPolicy(Section):
+# Shapes of a rate that falls until the last epoch.
+_DECAYING = ("linear", "polynomial", "cosine")
+
+
+class _Policy(Section):
+    """What policies can do.
+
+    `has_candidates`: it trains candidates; `searches_first`: only before the first epoch, and the
+    search chooses the optimizer too. `sets_decay`: it sets the weight decay of each epoch.
+    `fits_any_batch`: a search may change the batch size. `averages`: by default an average of the
+    weights is evaluated, which shows what a decaying rate will bring.
+
+    Each class also has `max_candidates` of a round; `decays`: the rate falls until the last epoch;
+    `fits_any_length`: a training may last a time in place of epochs; `can_be_constant`: the rate
+    may stay constant after the warm-up.
+    """
+
+    has_candidates: ClassVar[bool] = False
+    searches_first: ClassVar[bool] = False
+    sets_decay: ClassVar[bool] = False
+    fits_any_batch: ClassVar[bool] = True
+    averages: ClassVar[bool] = False
+
+    policy: str
+
+    @property
+    def kind(self) -> str:
+        """The policy, and its shape if it has several, for a message."""
+        return f"policy {self.policy}"
+
+    @property
+    @abstractmethod
+    def summary(self) -> str:
+        """How the rate is chosen, for a person."""
+
+    @property
+    def recorded(self) -> str | None:
+        """Path of a recorded schedule that it replays."""
+        return None
+
+    @property
+    def follows_metric(self) -> bool:
+        """Whether the rate follows the metric of the validation split."""
+        return False
+
+    @property
+    def needs_validation(self) -> bool:
+        """Whether it decides by the validation split."""
+        return self.has_candidates or self.follows_metric
+
+
+class StptPolicy(_Policy):
     """Choose the rate of each epoch by training candidates for a few steps (Yamada et al.)."""
+
+    has_candidates: ClassVar[bool] = True
+    decays: ClassVar[bool] = False
+    fits_any_length: ClassVar[bool] = False
+    can_be_constant: ClassVar[bool] = False
 
     policy: Literal["stpt"]
     initial: PositiveFloat = 0.1
@@ -89,9 +146,6 @@ class StptPolicy(Section):
     """global: a candidate trains on the full global batch in each step; local: on one worker's
     part of it, at a rate that is scaled linearly."""
     search_on: SearchOn = Field("slots", description=_SEARCH_ON)
-    score: Literal["val_metric", "val_loss"] = "val_metric"
-    """Score of a candidate, on the validation split. val_metric: the metric of the task that
-    decides, which is the accuracy with classification."""
     warmup: Warmup | None = None
     """Warm-up without candidates. Default: 4/40 of the epochs for mix, else none."""
 
@@ -102,8 +156,19 @@ class StptPolicy(Section):
             raise ValueError("give at least one multiplier, each of them once")
         return value
 
+    @property
+    def summary(self) -> str:
+        return f"stpt from {self.initial:g}, candidates {self.candidates}, alpha {self.alpha:g}"
 
-class HorizonPolicy(Section):
+    @property
+    def max_candidates(self) -> int:
+        """Candidates of a round, at most; 0 for a single one, which is no search."""
+        sets = [self.candidates] if isinstance(self.candidates, list) else LR_SETS.values()
+        count = max(map(len, sets))
+        return count if count > 1 else 0
+
+
+class HorizonPolicy(_Policy):
     """Find the peak rate of a warm-up and decay by training with compressed schedules.
 
     A development of Yamada et al. against the short-horizon bias (Wu et al., ICLR 2018).
@@ -111,6 +176,14 @@ class HorizonPolicy(Section):
 
     warmup: ClassVar[None] = None  # warmup_fraction instead
     candidate_batch: ClassVar[None] = None
+    has_candidates: ClassVar[bool] = True
+    max_candidates: ClassVar[int] = 3
+    searches_first: ClassVar[bool] = True
+    sets_decay: ClassVar[bool] = True
+    averages: ClassVar[bool] = True
+    fits_any_length: ClassVar[bool] = True
+    decays: ClassVar[bool] = True
+    can_be_constant: ClassVar[bool] = True
 
     policy: Literal["stpt_horizon"]
     initial: PositiveFloat = Field(
@@ -133,10 +206,15 @@ class HorizonPolicy(Section):
     training more, up to 1, so that candidates have the 300 updates that a decision needs."""
     search_on: SearchOn = Field("auto", description=_SEARCH_ON)
 
+    @property
+    def summary(self) -> str:
+        return f"{self.shape} decay; its peak is searched, starting at {self.initial:g}"
 
-class SchedulePolicy(Section):
+
+class SchedulePolicy(_Policy):
     """Train with a fixed schedule; no candidates."""
 
+    max_candidates: ClassVar[int] = 0
     candidate_batch: ClassVar[None] = None
     search_on: ClassVar[SearchOn] = "slots"
 
@@ -170,6 +248,33 @@ class SchedulePolicy(Section):
     warmup: Warmup = Field(default_factory=Warmup)
     """The first epochs."""
 
+    @property
+    def kind(self) -> str:
+        return f"policy schedule of shape {self.shape}"
+
+    @property
+    def summary(self) -> str:
+        return f"{self.shape} from {self.initial:g}"
+
+    @property
+    def follows_metric(self) -> bool:
+        return self.plateau_on == "val_metric"
+
+    @property
+    def decays(self) -> bool:
+        """Whether the rate falls until the last epoch."""
+        return self.shape in _DECAYING
+
+    @property
+    def can_be_constant(self) -> bool:
+        """Whether the rate may stay constant after the warm-up."""
+        return self.shape == "constant"
+
+    @property
+    def fits_any_length(self) -> bool:
+        """Whether a training may last a time in place of a number of epochs."""
+        return self.decays or self.can_be_constant
+
     def broken_rules(self) -> Iterator[BrokenRule]:
         """Refuse milestones of other shapes, and a half rate within the warm-up."""
         if (self.shape == "multistep") != bool(self.milestones):
@@ -182,17 +287,32 @@ class SchedulePolicy(Section):
             yield "plateau_on", "is for shape plateau only"
 
 
-class ReplayPolicy(Section):
+class ReplayPolicy(_Policy):
     """Train with the schedule that an earlier run found; no candidates."""
 
     scaling: ClassVar[None] = None
     warmup: ClassVar[None] = None
     candidate_batch: ClassVar[None] = None
+    max_candidates: ClassVar[int] = 0
+    sets_decay: ClassVar[bool] = True
+    fits_any_batch: ClassVar[bool] = False
+    averages: ClassVar[bool] = True
+    decays: ClassVar[bool] = True
+    can_be_constant: ClassVar[bool] = True
+    fits_any_length: ClassVar[bool] = False
     search_on: ClassVar[SearchOn] = "slots"
 
     policy: Literal["replay"]
     schedule: Location
     """Path of the schedule.jsonl of that run."""
+
+    @property
+    def summary(self) -> str:
+        return f"replay of {self.schedule}"
+
+    @property
+    def recorded(self) -> str:
+        return self.schedule
 
 
 LearningRateSection = Annotated[

@@ -51,10 +51,21 @@ class WorkersSection(Section):
         """The smallest number of workers that the job may continue with."""
         return self.count.min if isinstance(self.count, CountRange) else self.size
 
+    @property
+    def can_shrink(self) -> bool:
+        """Whether the job may continue with fewer workers."""
+        return self.min_workers < self.size
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the job says how many workers there are, at most."""
+        return self.count != "auto"
+
     def broken_rules(self) -> Iterator[BrokenRule]:
-        """Refuse a minimum above the maximum."""
+        """Refuse a minimum above the maximum, and a part of a GPU beside complete ones."""
         if self.min_workers > self.size:
             yield "count.min", f"is more than max, {self.size}"
+        yield from _broken_gpus(self.resources)
 
 
 class SlotsSection(Section):
@@ -64,6 +75,16 @@ class SlotsSection(Section):
     """Number of slots. Default: one per candidate, if the cluster has room."""
     resources: dict[str, PositiveFloat] | None = None
     """Ray resources of each slot. Default: as for workers, with 0.4 for 0.6."""
+
+    def broken_rules(self) -> Iterator[BrokenRule]:
+        """Refuse a part of a GPU beside complete ones."""
+        yield from _broken_gpus(self.resources)
+
+
+def _broken_gpus(resources: dict[str, float] | None) -> Iterator[BrokenRule]:
+    gpus = (resources or {}).get("GPU", 0)
+    if gpus > 1 and gpus != int(gpus):
+        yield "resources.GPU", "must be an integer above 1"
 
 
 class TimeoutsSection(Section):

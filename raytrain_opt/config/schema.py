@@ -7,12 +7,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     Field,
-    ModelWrapValidatorHandler,
     ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
 )
+from pydantic.functional_validators import ModelWrapValidatorHandler
 
 from raytrain_opt.config import rules
 from raytrain_opt.config.batch_size import BatchSizeSection
@@ -22,7 +22,6 @@ from raytrain_opt.config.learning_rate import (
     FINE_TUNING_LR,
     HorizonPolicy,
     LearningRateSection,
-    ReplayPolicy,
     SearchOn,
 )
 from raytrain_opt.config.processes import SlotsSection, TimeoutsSection, WorkersSection
@@ -33,6 +32,7 @@ from raytrain_opt.config.section import (
     Location,
     NamedSection,
     NameOrFunction,
+    NameOrInstance,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -57,16 +57,17 @@ CLASSIFICATION = "classification"
 class ModelSection(NamedSection):
     """The network to train."""
 
-    name: NameOrFunction
+    name: NameOrInstance
     """resnet8, cifar_resnet18, cifar_resnet45, cifar_resnet50, vgg16_bn, vgg16_one_bn (for small
     images), resnet45 (for large ones), small_cnn, a classification model of torchvision by its
-    name there, or a function of your own as package.module:function."""
+    name there, or a function of your own as package.module:function; from Python also a module."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the model's constructor or function."""
     weights: Location | None = None
-    """Weights to start from: a file (safetensors, or a state_dict saved by torch), a run directory
-    or URI (its latest checkpoint), or the name of torchvision's weights for this network, such as
-    IMAGENET1K_V1. A last layer for another number of classes starts anew. Default: random ones."""
+    """Weights to start from: a file (safetensors, or a state_dict of torch), a folder of timm
+    or transformers, a run directory or URI (its latest checkpoint), or the name of torchvision's
+    weights for this network, such as IMAGENET1K_V1. A last layer for another number of classes
+    starts anew. Default: random ones."""
     freeze: list[str] = Field(default_factory=list)
     """Patterns of parameter names that are not trained, such as layer1.*; BatchNorm layers among
     them keep their statistics."""
@@ -75,9 +76,9 @@ class ModelSection(NamedSection):
 class TaskSection(NamedSection):
     """What is learned: classification, or a task of your own."""
 
-    name: NameOrFunction = CLASSIFICATION
+    name: NameOrInstance = CLASSIFICATION
     """classification, or package.module:Class with the methods training_loss and
-    validation_metrics; see tasks.md."""
+    validation_metrics (from Python also an object); see tasks.md."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class."""
 
@@ -96,9 +97,9 @@ class TaskSection(NamedSection):
 class LossSection(NamedSection):
     """The loss of classification."""
 
-    name: NameOrFunction = "cross_entropy"
+    name: NameOrInstance = "cross_entropy"
     """cross_entropy, or package.module:function: called with (output, labels), it returns the mean
-    over the batch."""
+    over the batch; from Python also a module."""
     label_smoothing: Fraction = 0.0
     """Only for cross_entropy."""
     class_weights: Literal["balanced"] | list[PositiveFloat] | None = None
@@ -139,10 +140,10 @@ def _default_optimizer(job: dict[str, Any]) -> OptimizerChoiceSection:
     `job`: the sections above, without those with an error.
     """
     learning_rate, parallel = job.get("learning_rate"), job.get("parallel")
-    searches = isinstance(learning_rate, HorizonPolicy)
-    if not searches or parallel is None or parallel.mode == "async":
+    if learning_rate is None or parallel is None:
         return OptimizerChoiceSection()
-    return OptimizerChoiceSection(name="auto")
+    searches = learning_rate.searches_first and parallel.common_steps
+    return OptimizerChoiceSection(name="auto") if searches else OptimizerChoiceSection()
 
 
 def _default_average(job: dict[str, Any]) -> AverageSection | None:
@@ -151,10 +152,11 @@ def _default_average(job: dict[str, Any]) -> AverageSection | None:
     `job`: the sections above, without those with an error.
     """
     optimizer, parallel = job.get("optimizer"), job.get("parallel")
-    searches = isinstance(job.get("learning_rate"), HorizonPolicy | ReplayPolicy)
-    if not searches or optimizer is None or parallel is None or parallel.mode == "async":
+    learning_rate = job.get("learning_rate")
+    if learning_rate is None or optimizer is None or parallel is None:
         return None
-    return None if optimizer.is_schedule_free else AverageSection()
+    averages = learning_rate.averages and parallel.common_steps
+    return AverageSection() if averages and not optimizer.is_schedule_free else None
 
 
 class TrackingSection(Section):
@@ -229,7 +231,8 @@ class Job(Section):
     """Seed of weights, sample order, augmentation and splits."""
     precision: Precision = "auto"
     """auto: bf16 on GPUs that have it, else fp32. fp32: on GPUs with TF32 for matrices and
-    convolutions, fp32_strict: without. bf16, fp16: automatic mixed precision."""
+    convolutions, fp32_strict: without. bf16, fp16: automatic mixed precision. With fp16, all
+    optimizers but SGD, Adam and AdamW wait for the GPU in each step."""
     channels_last: bool = True
     """Use the channels_last memory format for images and convolutions."""
     compile: Compile = "auto"
@@ -274,7 +277,7 @@ class Job(Section):
     @classmethod
     def _start_lower_with_trained_weights(cls, section: Any, info: ValidationInfo) -> Any:
         model = info.data.get("model")
-        is_free = isinstance(section, HorizonPolicy) and "initial" not in section.model_fields_set
+        is_free = section.searches_first and "initial" not in section.model_fields_set
         if is_free and model is not None and model.weights is not None:
             return section.model_copy(update={"initial": FINE_TUNING_LR})
         return section
@@ -287,16 +290,13 @@ class Job(Section):
     @property
     def rate_decays(self) -> bool:
         """Whether the rate falls until the last epoch."""
-        policy = self.learning_rate
-        shapes = ("linear", "polynomial", "cosine")
-        is_decay = policy.policy == "replay" or getattr(policy, "shape", None) in shapes
-        return is_decay and not all(o.is_schedule_free for o in self.optimizers)
+        return self.learning_rate.decays and not all(o.is_schedule_free for o in self.optimizers)
 
     @property
     def search_on(self) -> SearchOn:
         """Where candidates are trained; `auto` only where both are possible."""
         section = self.learning_rate
-        needs_slots = section.candidate_batch == "local" or self.parallel.mode == "async"
+        needs_slots = section.candidate_batch == "local" or not self.parallel.common_steps
         return "slots" if needs_slots else section.search_on
 
     @property
@@ -305,7 +305,8 @@ class Job(Section):
         pairs: list[tuple[str, object]] = [
             ("model.name", self.model.name),
             ("data.name", self.data.name),
-            ("data.function", getattr(self.data, "function", None)),
+            ("data.collate", getattr(self.data, "collate", None)),
+            ("data.sampler", self.data.sampler),
             ("task.name", self.task.name),
             ("loss.name", self.loss.name),
             *(("optimizer.name", optimizer.name) for optimizer in self.optimizers),
@@ -314,14 +315,18 @@ class Job(Section):
         return [(field, name) for field, name in pairs if is_function_name(name)]
 
     @property
+    def gives_own_samples(self) -> bool:
+        """Whether a task of the user's own gets the samples of the user's own Datasets."""
+        return self.data.any_samples and not self.task.is_classification
+
+    @property
     def hold_out(self) -> HoldOut:
         """The validation split: a tenth where a policy decides by it, unless the job says."""
         data = self.data
         fraction = data.validation_fraction
         if fraction is None:
-            fraction = 0.1 if rules.needs_validation(self) else 0.0
-        only_in_search = self.learning_rate.policy == "stpt_horizon"
-        return HoldOut(fraction, only_in_search)
+            fraction = 0.1 if self.learning_rate.needs_validation else 0.0
+        return HoldOut(fraction, only_in_search=self.learning_rate.searches_first)
 
     @property
     def batch_size_per_worker(self) -> int:

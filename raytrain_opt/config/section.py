@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import (
@@ -55,24 +58,68 @@ Duration = Annotated[Seconds, BeforeValidator(parse_duration)]
 BrokenRule = tuple[str, str]
 
 
+# How a job file names an object that was given from Python: by its class, from which nobody can
+# make it again.
+INSTANCE_OF = "instance of "
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Instance:
+    """An object given from Python in place of the function or class that makes it."""
+
+    value: Any
+
+    def __call__(self) -> Any:
+        """Return a copy: what is trained is not the caller's object."""
+        return copy.deepcopy(self.value)
+
+    def __repr__(self) -> str:
+        first = self.value[0] if isinstance(self.value, tuple) and self.value else self.value
+        return f"{INSTANCE_OF}{type(first).__module__}:{type(first).__qualname__}"
+
+
 def function_name(function: str | Callable[..., Any]) -> str:
     """Return `package.module:function`, the form in which a job file names a function."""
-    if isinstance(function, str):
-        return function
+    if isinstance(function, str | Instance):
+        return str(function)
     return f"{function.__module__}:{function.__qualname__}"
 
 
-def _require_name(function: str | Callable[..., Any]) -> str | Callable[..., Any]:
-    if not isinstance(function, str) and not hasattr(function, "__qualname__"):
+def is_instance(function: object) -> bool:
+    """Return whether it is an object given from Python, or the name of one in a job file."""
+    return isinstance(function, str | Instance) and str(function).startswith(INSTANCE_OF)
+
+
+def _is_object(value: object) -> bool:
+    """Return whether it is neither of a job file nor a function or class."""
+    plain = (str, int, float, Mapping, list, Section, Instance, type(None))
+    return not isinstance(value, plain) and not hasattr(value, "__qualname__")
+
+
+def _require_name(function: object) -> object:
+    if _is_object(function):
         rule = "must be a function or class; put the arguments of a functools.partial into args"
         raise ValueError(rule)
     return function
+
+
+def _wrap_object(value: object) -> object:
+    if isinstance(value, partial):
+        return _require_name(value)
+    return Instance(value) if _is_object(value) else value
 
 
 # A name, or (from Python only) the function itself.
 NameOrFunction = Annotated[
     str | Callable[..., Any],
     AfterValidator(_require_name),
+    Field(json_schema_extra={"type": "string"}),
+    PlainSerializer(function_name, str),
+]
+# Or the object that the function would return.
+NameOrInstance = Annotated[
+    str | Callable[..., Any],
+    BeforeValidator(_wrap_object),
     Field(json_schema_extra={"type": "string"}),
     PlainSerializer(function_name, str),
 ]
@@ -123,10 +170,15 @@ class Section(BaseModel):
         return self
 
 
+def is_bare_name(value: object) -> bool:
+    """Return whether a value is a name, a function or an object, in place of a section."""
+    return isinstance(value, str) or callable(value) or _is_object(value)
+
+
 class NamedSection(Section):
     """A section that may be written as a bare name: `model: resnet8`."""
 
     @model_validator(mode="before")
     @classmethod
     def _accept_bare_name(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) or callable(value) else value
+        return {"name": value} if is_bare_name(value) else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
@@ -18,18 +19,40 @@ from raytrain_opt.config.section import (
     Section,
 )
 
-# The rates that optimizers usually have in small networks.
-_USUAL_LRS = {
-    "Adagrad": 0.01,
-    "Adam": 0.001,
-    "AdamW": 0.001,
-    "LARS": 2.0,  # the best of six on three of five tasks (benchmarks/RESULTS.md)
-    "Muon": 0.1,
-    "NAdam": 0.001,
-    "RAdam": 0.001,
-    "SGD": 0.1,  # with momentum
-    "ScheduleFreeAdamW": 0.0025,
-    "ScheduleFreeSGD": 1.0,
+
+@dataclass(frozen=True)
+class Traits:
+    """What an optimizer is like.
+
+    `usual_lr`: its rate in small networks, if known. `usual_warmup`: the default warm-up, as a
+    fraction of the training. `excludes_bias_and_norm`: by default biases and normalization layers
+    get no weight decay. `auto_weight_decay`: the policy may choose the decay. `schedule_free`: it
+    averages its weights in place of a decay of the rate. `second_rule`: only matrices follow its
+    own rule. `counts_updates`: its rule changes with the number of updates.
+    """
+
+    usual_lr: float | None = None
+    usual_warmup: float = 0.1
+    excludes_bias_and_norm: bool = False
+    auto_weight_decay: bool = False
+    schedule_free: bool = False
+    second_rule: bool = False
+    counts_updates: bool = False
+
+
+OPTIMIZERS = {
+    "Adagrad": Traits(0.01),
+    "Adam": Traits(0.001),
+    "AdamW": Traits(0.001, auto_weight_decay=True),
+    # The best of six rates on three of five tasks (benchmarks/RESULTS.md).
+    "LARS": Traits(2.0, usual_warmup=0.2, excludes_bias_and_norm=True),
+    "Muon": Traits(0.1, excludes_bias_and_norm=True, auto_weight_decay=True, second_rule=True),
+    "NAdam": Traits(0.001),
+    "RAdam": Traits(0.001),
+    "RMSpropWarmup": Traits(counts_updates=True),
+    "SGD": Traits(0.1),  # with momentum
+    "ScheduleFreeAdamW": Traits(0.0025, schedule_free=True),
+    "ScheduleFreeSGD": Traits(1.0, schedule_free=True),
 }
 # The rate of Muon's second rule relative to that of matrices, by `aux`. SGD hardly moves
 # embeddings and gains; with AdamW, 0.05 and 0.15 end alike (benchmarks/RESULTS.md).
@@ -80,14 +103,9 @@ class OptimizerSection(NamedSection):
     policies schedule and replay, and synchronous workers."""
 
     @property
-    def usual_lr(self) -> float | None:
-        """The rate that this optimizer usually has in small networks, if it is known."""
-        return _USUAL_LRS.get(str(self.name))
-
-    @property
-    def usual_warmup(self) -> float:
-        """The default warm-up, as a fraction of the training."""
-        return 0.2 if self.name == "LARS" else 0.1
+    def traits(self) -> Traits:
+        """What this optimizer is like."""
+        return OPTIMIZERS.get(str(self.name), Traits())
 
     @property
     def has_auto_weight_decay(self) -> bool:
@@ -102,20 +120,20 @@ class OptimizerSection(NamedSection):
     @property
     def is_schedule_free(self) -> bool:
         """Whether it averages its weights in place of a decay of the rate."""
-        return self.name in ("ScheduleFreeSGD", "ScheduleFreeAdamW")
+        return self.traits.schedule_free
 
     @property
     def excludes_bias_and_norm(self) -> bool:
         """Whether biases and normalization layers get no weight decay."""
         return self.no_weight_decay == "bias_and_norm" or (
-            self.no_weight_decay == "auto" and self.name in ("LARS", "Muon")
+            self.no_weight_decay == "auto" and self.traits.excludes_bias_and_norm
         )
 
     @property
     def group_lr_multipliers(self) -> dict[str, float]:
         """Return all factors of the rate that are not 1; of Muon also that of its second rule."""
         aux = {}
-        if self.name == "Muon":
+        if self.traits.second_rule:
             rule = str(self.args.get("aux", "sgd"))
             factor = self.args.get("aux_lr_multiplier", MUON_AUX_LR_MULTIPLIERS.get(rule, 1.0))
             aux = {"aux" if rule == "adamw" else f"aux {rule}": factor}
@@ -123,9 +141,9 @@ class OptimizerSection(NamedSection):
 
     def broken_rules(self) -> Iterator[BrokenRule]:
         """Refuse what other optimizers have: decoupled decay, a second rule."""
-        if self.has_auto_weight_decay and self.name not in ("Muon", "AdamW"):
+        if self.has_auto_weight_decay and not self.traits.auto_weight_decay:
             yield "args.weight_decay", f"auto is for Muon and AdamW; give {self.name} a number"
-        if self.aux_parameters and self.name != "Muon":
+        if self.aux_parameters and not self.traits.second_rule:
             yield "aux_parameters", f"belongs to Muon; {self.name} has one rule for all parameters"
 
     @field_validator("args")
@@ -146,9 +164,14 @@ class OptimizerChoiceSection(OptimizerSection):
     SGD, ScheduleFreeSGD; without Muon where its steps would take several times as long."""
 
     @property
+    def is_choice(self) -> bool:
+        """Whether the search chooses the optimizer."""
+        return self.name == "auto"
+
+    @property
     def choices(self) -> tuple[OptimizerSection, ...]:
         """The optimizers to choose from; this one alone unless it is `auto`."""
-        if self.name != "auto":
+        if not self.is_choice:
             return (self,)
         shared = self.lr_multipliers
         return tuple(
@@ -164,7 +187,7 @@ class OptimizerChoiceSection(OptimizerSection):
     @property
     def chooses_freely(self) -> bool:
         """Whether the job leaves the list to the program."""
-        return self.name == "auto" and not self.candidates
+        return self.is_choice and not self.candidates
 
     def usual(self, *, channel_norm: bool, embeddings: bool, muon: bool) -> OptimizerChoiceSection:
         """Return the choice among the usual optimizers of a network, with or without Muon.
@@ -172,13 +195,13 @@ class OptimizerChoiceSection(OptimizerSection):
         `channel_norm`: it has BatchNorm, GroupNorm or InstanceNorm.
         """
         usual = _usual_optimizers(channel_norm=channel_norm, embeddings=embeddings)
-        candidates = [choice for choice in usual if muon or choice.name != "Muon"]
+        candidates = [choice for choice in usual if muon or not choice.traits.second_rule]
         return self.model_copy(update={"candidates": candidates})
 
     def broken_rules(self) -> Iterator[BrokenRule]:
         """Refuse settings of one optimizer for `auto`, and the reverse."""
         yield from super().broken_rules()
-        if self.name == "auto":
+        if self.is_choice:
             for name in ("args", "no_weight_decay"):
                 if getattr(self, name) not in ({}, "auto"):
                     yield name, "belongs to one optimizer: write it in optimizer.candidates"
@@ -262,10 +285,11 @@ class ParallelSection(Section):
     the exchange begin early. null: as in torch, 1 MiB and then 25 MiB."""
     compression: Literal["none", "bf16", "fp16"] = "none"
     """Data type in which gradients are sent; none: unchanged."""
-    noise_scale: bool = True
-    """Measure the gradient noise scale (McCandlish et al.) in one of 10 updates, from gradients
-    that the workers compute anyway; the result says how many more samples a larger batch would
-    need. Needs two micro-batches per update: two workers, or accumulation."""
+
+    @property
+    def common_steps(self) -> bool:
+        """Whether all workers take each step together."""
+        return self.mode != "async"
 
     def broken_rules(self) -> Iterator[BrokenRule]:
         """Refuse settings of another mode, which would have no effect."""

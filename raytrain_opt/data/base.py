@@ -7,9 +7,12 @@ have fewer samples; the sizes of its micro-batches differ by one at most.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -22,7 +25,12 @@ from raytrain_opt.results import Split
 if TYPE_CHECKING:
     import torch
 
+    from raytrain_opt.data.in_memory_sets import DatasetArrays
+    from raytrain_opt.data.source import SampleSource
     from raytrain_opt.data.transforms import Preprocessing
+from hashlib import blake2b
+
+from raytrain_opt.config.data import DataSection
 
 # Of gray and color images, and of color with alpha.
 CHANNELS = (1, 3, 4)
@@ -39,7 +47,7 @@ class Batch:
     samples, `weight` belongs to y and the rest to `other_y`. `relative_size`: number of samples
     over the mean of the step's micro-batches, which is not 1 in the last step of an epoch only.
     For the Datasets of a user's task, x is the nesting of tensors that their samples have, and y
-    is None.
+    is None. `samples`: number of samples, of batches that a user's function collated.
     """
 
     x: Any
@@ -48,6 +56,7 @@ class Batch:
     other_y: torch.Tensor | None = None
     weight: float = 1.0
     relative_size: float = 1.0
+    samples: int | None = None
 
     @property
     def content(self) -> Any:
@@ -60,7 +69,7 @@ class Batch:
     @property
     def size(self) -> int:
         """Number of samples."""
-        return len(next(leaves(self.x)))
+        return len(next(leaves(self.x))) if self.samples is None else self.samples
 
 
 @dataclass(frozen=True)
@@ -125,6 +134,7 @@ class TrainingData(ABC):
     """
 
     info: DataInfo
+    source: DatasetArrays | SampleSource
     # Called for each batch between reading it and moving it to the device; probes time both.
     on_copy: Callable[[], None] = staticmethod(no_op)
 
@@ -169,8 +179,8 @@ class TrainingData(ABC):
         """
 
     @abstractmethod
-    def two_samples(self, split: Literal["train", "test"]) -> Batch:
-        """Return two samples, or one twice, read in this process and without augmentation."""
+    def first_samples(self, split: Literal["train", "test"], count: int = 2) -> Batch:
+        """Return a few samples, or one several times, read here and without augmentation."""
 
     def check_samples(self) -> None:  # noqa: B027 - data in memory are checked when they are read
         """Read a few samples of each set, so that a run fails early. Raises DataError."""
@@ -230,3 +240,76 @@ def count_classes(
         rule = f"the training set has no sample of {number} of its {num_classes} classes"
         raise DataError(field, f"{rule}: {classes}; classes are numbered from 0, without gaps")
     return tuple(counts.tolist())
+
+
+_FIELDS = {"image_folder": "root", "arrays": "train", "shards": "train"}
+# Samples whose contents are compared: a second where a file system takes a millisecond for each.
+_SAMPLED = 1000
+_EXCERPT = 1024  # bytes
+# Differences that a message names.
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class DataFingerprint:
+    """Classes, sizes, and a digest of what else the source of the samples tells cheaply."""
+
+    classes: tuple[str, ...]
+    class_counts: tuple[int, ...]
+    train_size: int
+    test_size: int
+    digest: str
+
+    @classmethod
+    def of(cls, info: DataInfo) -> DataFingerprint:
+        """Return the fingerprint of data that were read."""
+        sizes = (info.train_size, info.test_size)
+        return cls(info.class_labels, info.class_counts, *sizes, info.digest)
+
+    def require_same(self, data: DataSection, info: DataInfo) -> None:
+        """Raise DataError that says what changed in the data since the checkpoint."""
+        now = DataFingerprint.of(info)
+        if now != self:
+            rule = f"changed since the checkpoint: {self._changes(now)}; put the data back as "
+            rule += "they were, or start a new run from the weights (model.weights: RUN_DIR)"
+            raise DataError(f"data.{_FIELDS.get(str(data.name), 'name')}", rule)
+
+    def _changes(self, now: DataFingerprint) -> str:
+        before, after = set(self.classes), set(now.classes)
+        changes = [f"class {name} is gone" for name in sorted(before - after)[:_SHOWN]]
+        changes += [f"class {name} is new" for name in sorted(after - before)[:_SHOWN]]
+        if self.classes != now.classes:
+            return ", ".join(changes) or "the classes have another order"
+        names = [*(f"class {name}" for name in self.classes), "the training set", "the test set"]
+        then, later = ((*f.class_counts, f.train_size, f.test_size) for f in (self, now))
+        changes = [
+            f"{name} has {count} samples, and had {old}"
+            for name, old, count in zip(names[-len(then) :], then, later, strict=False)
+            if old != count
+        ]
+        return ", ".join(changes[:_SHOWN]) or "samples, their labels, their names or their order"
+
+
+def spread(count: int, of: int = _SAMPLED) -> range:
+    """Return at most about `of` of the numbers below `count`, evenly spread."""
+    return range(0, count, 1 + count // of)
+
+
+def excerpt(path: str | Path, start: int = 0, size: int | None = None) -> bytes:
+    """Return the middle and the end of a file or of a part of it; nothing if it cannot be read.
+
+    They differ between compressed images, whose beginnings do not.
+    """
+    with suppress(OSError), open(path, "rb") as file:
+        length = os.fstat(file.fileno()).st_size if size is None else size
+        parts = (start + length // 2, start + max(0, length - _EXCERPT))
+        return b"".join(os.pread(file.fileno(), _EXCERPT, part) for part in parts)
+    return b""
+
+
+def digest(parts: Iterable[bytes | memoryview]) -> str:
+    """Return a digest of these parts."""
+    result = blake2b(digest_size=16)
+    for part in parts:
+        result.update(part)
+    return result.hexdigest()

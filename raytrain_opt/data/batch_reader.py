@@ -9,42 +9,24 @@ from __future__ import annotations
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import Dataset, default_collate, get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.data.images import ImageError
 from raytrain_opt.data.sampling import Purpose, sample_seed
+from raytrain_opt.data.source import Sample, SampleSource, SourceSplit
+from raytrain_opt.data.transforms import isolated_random_state
 from raytrain_opt.errors import DataError, UserCodeError, origin
-from raytrain_opt.random_state import find_generators, preserve_random_state, seed_all
+from raytrain_opt.random_state import find_generators, seed_all
 from raytrain_opt.user_code import LOADER_SIGNAL, Stalled, exits_as_errors
 
-# The sets a source has: the validation split of `base.Split` is cut from "train".
-SourceSplit = Literal["train", "test"]
-Sample = Any  # (x, label), or for a user's task any nesting of tensors
 # Of one image, uint8 [C, H, W].
 Policy = Callable[[torch.Tensor], torch.Tensor]
-
-
-class SampleSource(Protocol):
-    """A data set from which samples are read one at a time."""
-
-    num_classes: int
-    field: str  # of the job: errors of a sample name it
-
-    def read(self, split: SourceSplit, index: int, augment: bool) -> Sample:
-        """Return x, in the type and layout of the batch, and its class; or a task's sample.
-
-        Raises DataError for a sample that breaks the contract; any other exception means that
-        this sample is unreadable.
-        """
-
-    def describe(self, split: SourceSplit, index: int) -> str:
-        """Return the file of the sample, or its index, for an error message."""
 
 
 class BatchRequest(NamedTuple):
@@ -71,13 +53,18 @@ class LoadedBatch(NamedTuple):
     skipped: int
     error: DataError | UserCodeError | None
     load_s: float = 0.0
+    samples: int = 0
 
 
 class BatchReader(Dataset[Sample]):
     """The Dataset given to torch's DataLoader; its "indices" are one `BatchRequest`."""
 
     def __init__(
-        self, source: SampleSource, seed: int, skip: bool, policy: Policy | None = None
+        self,
+        source: SampleSource,
+        seed: int,
+        skip: bool,
+        policy: Policy | None = None,
     ) -> None:
         self._source = source
         self._seed = seed
@@ -119,8 +106,9 @@ class BatchReader(Dataset[Sample]):
         if not samples:
             rule = f"no sample of {request.name} can be read; the last: {reason}"
             return LoadedBatch((), len(request.indices), DataError(self._source.field, rule))
-        content = default_collate(samples)
-        return LoadedBatch(content, len(request.indices) - len(samples), None)
+        skipped = len(request.indices) - len(samples)
+        content = self._source.collate(request.split, samples)
+        return LoadedBatch(content, skipped, None, samples=len(samples))
 
     def _read(self, request: BatchRequest, index: int, key: int) -> Sample:
         """Read a sample with its random numbers; again, if that has created a generator."""
@@ -158,11 +146,6 @@ def _interruptible(started_s: float) -> Iterator[None]:
         yield
     finally:
         signal.signal(LOADER_SIGNAL, signal.SIG_IGN)
-
-
-def isolated_random_state() -> AbstractContextManager[None]:
-    """Restore the caller's random state on exit; a loader process has none to preserve."""
-    return preserve_random_state() if get_worker_info() is None else nullcontext()
 
 
 def keep_batch(batch: Any) -> Any:

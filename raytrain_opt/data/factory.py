@@ -5,46 +5,42 @@ The imports inside the functions keep torch, which takes seconds to import, out 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias, cast
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from raytrain_opt.config.data import ArraysData, ArraySetData, ImageFolderData, RayData, ShardsData
+from raytrain_opt.config.data import ArraysData, ArraySetData, ImageFolderData, ShardsData
 
 if TYPE_CHECKING:
     import torch
 
-    from raytrain_opt.config.data import DataSection, HoldOut
+    from raytrain_opt.config.data import DataSection, DatasetData, HoldOut
     from raytrain_opt.data.base import TrainingData
-    from raytrain_opt.data.image_folder import ImageFolderSource
     from raytrain_opt.data.in_memory_sets import DatasetArrays
-    from raytrain_opt.data.shards import ShardSource
+    from raytrain_opt.data.source import SampleSource
 
 # What the driver reads once for all processes.
-SharedData: TypeAlias = "DatasetArrays | ImageFolderSource | ShardSource | None"
+SharedData: TypeAlias = "DatasetArrays | SampleSource | None"
+
+# Module and function that read a kind of data, which the driver shares.
+_READERS = {
+    ArraySetData: ("in_memory_sets", "load_array_set"),
+    ArraysData: ("in_memory_sets", "load_arrays"),
+    ImageFolderData: ("image_folder", "ImageFolderSource"),
+    ShardsData: ("shards", "ShardSource"),
+}
 
 
 def load_shared_data(section: DataSection) -> SharedData:
-    """Read what the driver shares: arrays, Ray Datasets, image files' names or shards' indices.
+    """Read what the driver shares: arrays, image files' names or shards' indices.
 
     A thousand processes that each walked the folders of images would read a shared file system a
     thousand times. None for a user's Datasets. Raises DataError.
     """
-    if isinstance(section, (ArraySetData, ArraysData)):
-        from raytrain_opt.data.in_memory_sets import load_arrays
-
-        return load_arrays(section)
-    if isinstance(section, ImageFolderData):
-        from raytrain_opt.data.image_folder import ImageFolderSource
-
-        return ImageFolderSource(section)
-    if isinstance(section, ShardsData):
-        from raytrain_opt.data.shards import ShardSource
-
-        return ShardSource(section)
-    if isinstance(section, RayData):
-        from raytrain_opt.data.ray_data import load_ray_data
-
-        return load_ray_data(section)
-    return None
+    if type(section) not in _READERS:
+        return None
+    module, function = _READERS[type(section)]
+    shared: SharedData = getattr(import_module(f"raytrain_opt.data.{module}"), function)(section)
+    return shared
 
 
 def open_data(
@@ -63,13 +59,12 @@ def open_data(
     `hold_out` and `seed` decide which training samples form the validation split. Without
     `classification`, samples of a user's Datasets are any nesting of tensors. Raises DataError.
     """
-    settings = (hold_out, seed, device, channels_last)
-    if isinstance(section, (ArraySetData, ArraysData, RayData)):
-        from raytrain_opt.data.in_memory import InMemoryData
+    source: Any = load_shared_data(section) if shared is None else shared
+    if source is None:
+        from raytrain_opt.data.user_datasets import UserDatasetSource
 
-        arrays = cast("DatasetArrays", load_shared_data(section) if shared is None else shared)
-        return InMemoryData(arrays, section, *settings)
-    from raytrain_opt.data.loader import DataLoaderData
-
-    files = cast("ImageFolderSource | ShardSource | None", shared)
-    return DataLoaderData(section, *settings, files=files, classification=classification)
+        source = UserDatasetSource(
+            cast("DatasetData", section), seed, classification=classification
+        )
+    data: TrainingData = source.open(section, hold_out, seed, device, channels_last)
+    return data

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import os
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -15,20 +17,72 @@ import numpy.typing as npt
 
 from raytrain_opt import storage
 from raytrain_opt.config.data import ImageFolderData
-from raytrain_opt.data.batch_reader import Sample, SourceSplit
-from raytrain_opt.data.fingerprint import digest
+from raytrain_opt.data.base import digest, excerpt, spread
 from raytrain_opt.data.images import (
     SUFFIXES,
     ImageError,
-    center_crop,
     open_image,
-    random_crop,
     read_image_file,
 )
-from raytrain_opt.data.label_table import read_table, shorten
 from raytrain_opt.data.sampling import Indices
-from raytrain_opt.data.transforms import IMAGENET_MEAN_STD, MeanStd
+from raytrain_opt.data.source import ImageSource, SourceSplit
 from raytrain_opt.errors import DataError, StorageError, printable
+
+Row = dict[str, str]
+
+
+def read_table(content: bytes) -> tuple[list[str], Iterator[tuple[int, Row]]]:
+    """Return the columns of a CSV file, and an iterator over the rows and their lines, from 1.
+
+    Commas, semicolons or tabs separate its values. Raises ValueError, also the iterator: it is
+    empty or not UTF-8, a quote never ends, a row has more or fewer values than there are columns,
+    or two columns have one name.
+    """
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"line {line} is not UTF-8 text; save the file as UTF-8") from error
+    lines = _lines(text)
+    _, header = next(lines, (1, []))
+    columns = [name.strip() for name in header]
+    repeated = [name for name, count in Counter(columns).items() if name and count > 1]
+    if repeated or not columns:
+        rule = f"has several columns {repeated[0]}" if repeated else "is empty"
+        raise ValueError(f"{rule}; the first line names the columns")
+    return columns, ((line, dict(zip(columns, values, strict=True))) for line, values in lines)
+
+
+def _lines(text: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the values of each row that has some, the first with the names of the columns.
+
+    With each comes the line at which it begins.
+    """
+    delimiter, columns = max(",;\t", key=text.partition("\n")[0].count), 0  # of the header
+    # Blanks may stand before a quote; a name that begins with one needs quotes.
+    stream = StringIO(text, newline="")
+    reader = csv.reader(stream, delimiter=delimiter, skipinitialspace=True, strict=True)
+    while True:
+        line = reader.line_num + 1
+        try:
+            values = next(reader, None)
+        except csv.Error as error:
+            rule = f"begins a quote that never ends, or ends within a value: {error}"
+            raise ValueError(f"line {line} {rule}") from error
+        if values is None:
+            return
+        if any(values):
+            columns = columns or len(values)
+            if len(values) != columns:
+                counts = f"{len(values)} values, but the first line names {columns} columns"
+                raise ValueError(f"line {line} has {counts}")
+            yield line, values
+
+
+def shorten(text: str, length: int = 100) -> str:
+    """Return a value of a table for an error message."""
+    return text if len(text) <= length else f"{text[:length]}…"
+
 
 # Of the CSV file.
 COLUMNS = ("file", "label", "split")
@@ -40,7 +94,7 @@ _SYSTEM_FOLDERS = ("__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN", "lost+found
 _GRAY_MODES = ("1", "L", "LA", "I", "I;16", "F")
 
 
-class ImageFolderSource:
+class ImageFolderSource(ImageSource):
     """Images of two folders as uint8 [image_size, image_size, 3]; grayscale becomes RGB.
 
     Raises DataError: a folder, a class in one of them or a file of the CSV file is missing, or
@@ -48,10 +102,9 @@ class ImageFolderSource:
     """
 
     field = "data.root"
-    is_image = True
-    mean_std: MeanStd | None = IMAGENET_MEAN_STD
 
     def __init__(self, section: ImageFolderData) -> None:
+        super().__init__(section.image_size, crops_at_random=section.random_crop)
         left_out: Counter[str] = Counter()
         if section.labels is not None:
             self._folders = _read_labels(section, section.labels)
@@ -76,30 +129,24 @@ class ImageFolderSource:
                 raise DataError("data.color_only", f"leaves no image of {gray[0]}: all are gray")
         self._root = os.fsencode(f"{Path(section.root).expanduser().absolute()}/")
         self.notes = left_out_note(left_out)
-        self._size, self._random_crop = section.image_size, section.random_crop
         self.class_names = tuple(self._folders["train"].classes)
         for name in self.class_names:
             if name.encode(errors="ignore").decode() != name:
                 raise DataError(self.field, f"class {name!a} is not UTF-8 text; rename its folder")
         self.num_classes = len(self.class_names)
-        self.labels: Indices = self._folders["train"].labels
-        self.sample_shape = (3, section.image_size, section.image_size)
+
+    @property
+    def labels(self) -> Indices:
+        return self._folders["train"].labels
 
     def size(self, split: SourceSplit) -> int:
         """Return the number of files."""
         return len(self._folders[split])
 
-    def read(self, split: SourceSplit, index: int, augment: bool) -> Sample:
-        """Return a random crop, perhaps mirrored, when `augment` and the job agree, or the center.
-
-        Decoding errors pass through.
-        """
-        crop = random_crop if augment and self._random_crop else center_crop
-        label = int(self._folders[split].labels[index])
-        return crop(self.content(split, index), self._size), label
+    def label(self, split: SourceSplit, index: int) -> int:
+        return int(self._folders[split].labels[index])
 
     def content(self, split: SourceSplit, index: int) -> bytes:
-        """Return the image file."""
         return read_image_file(self._folders[split][index][0])
 
     def describe(self, split: SourceSplit, index: int) -> str:
@@ -109,14 +156,15 @@ class ImageFolderSource:
         return f"{path} (class {folder.classes[label]}) cannot be read"
 
     def digest(self) -> str:
-        """Return a digest of all names and labels and, of files evenly spread, the sizes."""
+        """Return a digest of names and labels and, of files evenly spread, sizes and excerpts."""
         return digest(part for files in self._folders.values() for part in self._parts(files))
 
     def _parts(self, files: ImageFiles) -> Iterator[bytes | memoryview]:
         # Relative to the root, which may be another one on another machine.
         yield files.paths.tobytes().replace(self._root, b"\0")
         yield files.labels.data
-        for index in range(0, len(files), 1 + len(files) // _MEASURED_FILES):
+        yield from (excerpt(files[index][0]) for index in spread(len(files)))
+        for index in spread(len(files), _MEASURED_FILES):
             with suppress(OSError):  # a link to nowhere
                 yield b"%d " % os.stat(files[index][0]).st_size
 

@@ -11,22 +11,18 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 import torch
 
-from raytrain_opt.config.data import ArraysData, ArraySetData, Augment, HoldOut, RayData
+from raytrain_opt.config.data import ArraysData, ArraySetData, Augment, HoldOut
 from raytrain_opt.data import sampling, transforms
-from raytrain_opt.data.augmentation import Augmentation
 from raytrain_opt.data.base import Batch, DataInfo, TrainingData, count_classes, no_op
-from raytrain_opt.data.batch_reader import SourceSplit
-from raytrain_opt.data.copy_stream import CopyStream, send
 from raytrain_opt.data.in_memory_sets import Array, DatasetArrays
-from raytrain_opt.data.ray_data import WindowedRows
 from raytrain_opt.data.sampling import Indices
+from raytrain_opt.data.source import SourceSplit
+from raytrain_opt.data.transforms import Augmentation, CopyStream, send
 from raytrain_opt.errors import DataError
 from raytrain_opt.results import Split
 
 # Larger data sets stay in CPU memory, so that a device has room for model and activations.
 _MAX_BYTES_ON_DEVICE = 2 * 1024**3
-# The fields of a job that name the labels, of data that are not known by a name.
-_LABEL_FIELDS = {"arrays": "data.train.1", "ray_data": "data.columns.1"}
 # Samples copied to the device at a time: bounds the temporary copy in CPU memory.
 _UPLOAD_CHUNK_SAMPLES = 4096
 
@@ -42,28 +38,26 @@ class InMemoryData(TrainingData):
     def __init__(
         self,
         arrays: DatasetArrays,
-        section: ArraySetData | ArraysData | RayData,
+        section: ArraySetData | ArraysData,
         hold_out: HoldOut,
         seed: int,
         device: torch.device,
         channels_last: bool,
     ) -> None:
-        x = arrays.train_x
+        self.source, x = arrays, arrays.train_x
         is_image = x.dtype == np.uint8
         shape = (x.shape[3], *x.shape[1:3]) if is_image else x.shape[1:]
         self._augment = _resolve_augment(section, is_image)
         self._more = Augmentation(self._augment, seed, shape, is_uint8=is_image)
-        permutation: sampling.Permutation = np.random.Generator.permutation
-        sampled = len(x)
-        if isinstance(x, WindowedRows):
-            permutation, sampled = x.permutation, x.window
-        labels = arrays.train_y if section.sampler == "balanced" else None
-        self._split = sampling.TrainingSplit(len(x), hold_out, seed, permutation, labels)
-        field = _LABEL_FIELDS.get(section.name, "data.name")
+        labels = arrays.train_y if section.is_balanced else None
+        sampler = sampling.own_sampler(section.sampler)
+        self._split = sampling.TrainingSplit(
+            len(x), hold_out, seed, balanced_labels=labels, sampler=sampler
+        )
         self._seed = seed
         auto = None
         if is_image and section.normalize == "auto":
-            auto = transforms.channel_mean_std(x, self._split.training.samples[:sampled])
+            auto = transforms.channel_mean_std(x, self._split.training.samples)
         preprocessing = transforms.resolve_preprocessing(section.normalize, shape, is_image, auto)
         self._transform = transforms.make_transform(preprocessing, shape, device, channels_last)
         self.info = DataInfo(
@@ -72,7 +66,7 @@ class InMemoryData(TrainingData):
             *self._split.sizes,
             test_size=len(arrays.test_x),
             class_names=arrays.class_names,
-            class_counts=count_classes(arrays.train_y, arrays.num_classes, field),
+            class_counts=count_classes(arrays.train_y, arrays.num_classes, section.labels_field),
             preprocessing=preprocessing,
             notes=arrays.notes,
         )
@@ -120,19 +114,19 @@ class InMemoryData(TrainingData):
             x, y = store.take(samples[start : start + batch_size], self.on_copy)
             yield Batch(self._transform(x), y)
 
-    def two_samples(self, split: SourceSplit) -> Batch:
-        """See `TrainingData.two_samples`."""
+    def first_samples(self, split: SourceSplit, count: int = 2) -> Batch:
+        """See `TrainingData.first_samples`."""
         is_train = split == "train"
         indices = self._split.training.samples if is_train else np.arange(self.info.test_size)
         store = self._train_store if is_train else self._test_store
-        x, y = store.take(np.resize(indices[:2], 2), no_op)
+        x, y = store.take(np.resize(indices[:count], count), no_op)
         return Batch(self._transform(x), y)
 
 
 class CpuSampleStore:
     """Samples in CPU memory, which other processes on the node may share."""
 
-    def __init__(self, x: Array | WindowedRows, y: Array, device: torch.device) -> None:
+    def __init__(self, x: Array, y: Array, device: torch.device) -> None:
         self._x, self._y, self._copies = x, y, CopyStream(device)
 
     def take(
@@ -148,7 +142,7 @@ class CpuSampleStore:
 class DeviceSampleStore:
     """All samples in the device's memory; only their indices are copied for a batch."""
 
-    def __init__(self, x: Array | WindowedRows, y: Array, device: torch.device) -> None:
+    def __init__(self, x: Array, y: Array, device: torch.device) -> None:
         self._x, self._y, self._device = _upload(x, device), _upload(y, device), device
 
     def take(
@@ -160,7 +154,7 @@ class DeviceSampleStore:
         return self._x.index_select(0, on_device), self._y.index_select(0, on_device)
 
 
-def _upload(array: Array | WindowedRows, device: torch.device) -> torch.Tensor:
+def _upload(array: Array, device: torch.device) -> torch.Tensor:
     """Copy an array to the device in writable chunks: torch warns about read-only memory."""
     dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
     tensor = torch.empty(array.shape, dtype=dtype, device=device)
@@ -170,10 +164,7 @@ def _upload(array: Array | WindowedRows, device: torch.device) -> torch.Tensor:
     return tensor
 
 
-def _resolve_augment(section: ArraySetData | ArraysData | RayData, is_image: bool) -> Augment:
-    if section.augment is None:
-        cifar = section.name in ("cifar10", "cifar100")
-        return Augment(crop_padding=4 if cifar else 0, flip=cifar)
+def _resolve_augment(section: ArraySetData | ArraysData, is_image: bool) -> Augment:
     if not is_image and (section.augment.crop_padding or section.augment.flip):
         rule = "crop and flip need uint8 images [samples, height, width, channels]; remove it"
         raise DataError("data.augment", rule)

@@ -11,13 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from raytrain_opt.config.data import ArraysData, ArraySetData
-from raytrain_opt.data.base import channel_axis, layout_note
-from raytrain_opt.data.fingerprint import digest
+from raytrain_opt.data.base import channel_axis, digest, layout_note
 from raytrain_opt.data.sampling import Purpose, generator
 from raytrain_opt.errors import DataError
 
 if TYPE_CHECKING:
-    from raytrain_opt.data.ray_data import WindowedRows
+    import torch
+
+    from raytrain_opt.config.data import HoldOut
+    from raytrain_opt.data.base import TrainingData
 
 Array = npt.NDArray[Any]
 
@@ -44,31 +46,37 @@ class DatasetArrays:
     how the shapes of images were read.
     """
 
-    train_x: Array | WindowedRows
+    train_x: Array
     train_y: npt.NDArray[np.int64]
-    test_x: Array | WindowedRows
+    test_x: Array
     test_y: npt.NDArray[np.int64]
     num_classes: int
     class_names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def digest(self) -> str:
-        """Return a digest of labels and values; of more than a GiB, of samples evenly spread.
+    def open(
+        self,
+        section: ArraySetData | ArraysData,
+        hold_out: HoldOut,
+        seed: int,
+        device: torch.device,
+        channels_last: bool,
+    ) -> TrainingData:
+        """Return the data of a process that trains or evaluates on `device`."""
+        from raytrain_opt.data.in_memory import InMemoryData
 
-        Of Ray Datasets only labels are in memory.
-        """
+        return InMemoryData(self, section, hold_out, seed, device, channels_last)
+
+    def digest(self) -> str:
+        """Return a digest of labels and values; of more than a GiB, of samples evenly spread."""
         xs, labels = (self.train_x, self.test_x), (self.train_y, self.test_y)
-        every = (x[:: 1 + x.nbytes // _DIGEST_BYTES] for x in xs if isinstance(x, np.ndarray))
+        every = (x[:: 1 + x.nbytes // _DIGEST_BYTES] for x in xs)
         return digest(np.ascontiguousarray(part).data for part in (*labels, *every))
 
 
-def load_arrays(section: ArraySetData | ArraysData) -> DatasetArrays:
-    """Read and check the data set of a job. Raises DataError that names the file or field."""
-    if isinstance(section, ArraysData):
-        return _load_files(section)
-    if section.name == "digits":
-        return _load_digits()
-    return _load_torchvision(section)
+def load_array_set(section: ArraySetData) -> DatasetArrays:
+    """Read and check a public data set. Raises DataError that names its folder."""
+    return _load_digits() if section.name == "digits" else _load_torchvision(section)
 
 
 def read_digits() -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
@@ -123,7 +131,8 @@ def _load_torchvision(section: ArraySetData) -> DatasetArrays:
     return validate_arrays(train, test, len(classes), tuple(map(str, classes)))
 
 
-def _load_files(section: ArraysData) -> DatasetArrays:
+def load_arrays(section: ArraysData) -> DatasetArrays:
+    """Read and check the files of a job. Raises DataError that names the file."""
     train, test = (
         (_read_npy(paths[0], f"data.{field}.0"), _read_npy(paths[1], f"data.{field}.1"))
         for field, paths in (("train", section.train), ("test", section.test))

@@ -16,28 +16,22 @@ import torch
 from torch.utils.data import DataLoader
 
 from raytrain_opt.clock import monotonic_s
-from raytrain_opt.config.data import DatasetData, HoldOut, ImageFolderData, ShardsData
+from raytrain_opt.config.data import HoldOut, LoaderSection
 from raytrain_opt.data import sampling, transforms
-from raytrain_opt.data.augmentation import Augmentation
 from raytrain_opt.data.base import Batch, DataInfo, TrainingData, count_classes
 from raytrain_opt.data.batch_reader import (
     BatchReader,
     BatchRequest,
     LoadedBatch,
-    SourceSplit,
     keep_batch,
 )
-from raytrain_opt.data.copy_stream import CopyStream
-from raytrain_opt.data.image_folder import ImageFolderSource
 from raytrain_opt.data.nesting import leaves, map_leaves
 from raytrain_opt.data.sampling import Indices, Purpose
-from raytrain_opt.data.shards import ShardSource
-from raytrain_opt.data.user_datasets import UserDatasetSource
+from raytrain_opt.data.source import SampleSource, SourceSplit
+from raytrain_opt.data.transforms import Augmentation, CopyStream
 from raytrain_opt.errors import DataError
 from raytrain_opt.results import Split
 
-# Samples of each set that are read before a run; more would cost seconds with large images.
-_CHECKED_SAMPLES = 16
 # Batches that each loader process prepares ahead.
 _PREFETCH = 2
 # Of `loader_workers: auto`, until batches were measured: with one process, every delay is waited
@@ -51,52 +45,30 @@ _SPARE = 1.25
 class DataLoaderData(TrainingData):
     """`TrainingData` over samples that are read one at a time: image files, a user's Datasets.
 
-    `files`: the images or shards, if they are listed already. Without `classification`, samples
-    of a user's Datasets are any nesting of tensors. Raises DataError for wrong folders, Datasets
-    or settings.
+    Raises DataError for settings that do not match the samples.
     """
+
+    source: SampleSource
 
     def __init__(
         self,
-        section: ImageFolderData | ShardsData | DatasetData,
+        source: SampleSource,
+        section: LoaderSection,
         hold_out: HoldOut,
         seed: int,
         device: torch.device,
         channels_last: bool,
-        *,
-        files: ImageFolderSource | ShardSource | None = None,
-        classification: bool = True,
     ) -> None:
-        source: ImageFolderSource | ShardSource | UserDatasetSource
-        if isinstance(section, ImageFolderData):
-            source = files or ImageFolderSource(section)
-        elif isinstance(section, ShardsData):
-            source = files or ShardSource(section)
-        else:
-            source = UserDatasetSource(section, seed, classification=classification)
-        self.source = source
-        self._shards = source if isinstance(source, ShardSource) else None
-        shape = source.sample_shape
+        self.source, shape = source, source.sample_shape
         preprocessing = transforms.resolve_preprocessing(
             section.normalize,
             shape,
             source.is_image,
             source.mean_std,
-            center_crop=isinstance(section, ImageFolderData | ShardsData),
+            center_crop=source.is_cropped,
         )
         self._transform = transforms.make_transform(preprocessing, shape, device, channels_last)
-        is_balanced = section.sampler == "balanced"
-        if is_balanced and source.labels is None:
-            rule = "balanced needs the class of each sample: `targets` of the training Dataset"
-            raise DataError("data.sampler", rule)
-        permutation = self._shards.permutation if self._shards else np.random.Generator.permutation
-        self._split = sampling.TrainingSplit(
-            source.size("train"),
-            hold_out,
-            seed,
-            permutation,
-            source.labels if is_balanced else None,
-        )
+        self._split = _split_training_set(source, section, hold_out, seed)
         self._augment = Augmentation(section.augment, seed, shape, is_uint8=source.is_image)
         self._test = np.arange(source.size("test"))
         self.info = DataInfo(
@@ -107,15 +79,14 @@ class DataLoaderData(TrainingData):
             class_names=source.class_names,
             class_counts=count_classes(source.labels, source.num_classes, source.field),
             preprocessing=preprocessing,
-            notes=getattr(source, "notes", ()),
-            example=getattr(source, "example", None),
+            notes=source.notes,
+            example=source.example,
         )
         dtype = None if preprocessing.mean_std else self.info.dtype
         if section.augment.mixup and dtype is not None and not dtype.is_floating_point:
             rule = f"needs samples of floats or images; these are {dtype}"
             raise DataError("data.augment.mixup", rule)
-        self._pairs = classification or not isinstance(source, UserDatasetSource)
-        self._copies, self._section = CopyStream(device), section
+        self._copies = CopyStream(device)
         skip = section.on_unreadable == "skip"
         self._reader = BatchReader(source, seed, skip, self._augment.policy)
         self._loader = _ReusedLoader(section, self._reader, device)
@@ -131,7 +102,9 @@ class DataLoaderData(TrainingData):
         held_out: int = 0,
     ) -> Iterator[Batch]:
         """See `TrainingData.train_batches`."""
-        order = self._split.order(epoch, search=search, held_out=held_out)
+        order = self._split.order(
+            epoch, search=search, held_out=held_out, global_batch_size=global_batch_size
+        )
         requested: deque[tuple[int, sampling.MicroBatch]] = deque()
 
         def requests() -> Iterator[BatchRequest]:
@@ -142,7 +115,9 @@ class DataLoaderData(TrainingData):
                 keys = sampling.sample_keys(step, part.rows, global_batch_size)
                 name = f"micro-batch {number} of {num_micro_batches}, step {step}, epoch {epoch}"
                 first = step * global_batch_size
-                self._prepare("train", order, first + part.rows.start, first + part.rows.stop)
+                self.source.prepare(
+                    "train", order, first + part.rows.start, first + part.rows.stop
+                )
                 requested.append((step, part))
                 samples, purpose = part.samples.tolist(), Purpose.TRAIN_SAMPLE
                 yield BatchRequest(name, "train", purpose, epoch, samples, keys.tolist())
@@ -172,41 +147,46 @@ class DataLoaderData(TrainingData):
             for start in range(0, len(samples), batch_size):
                 name = f"batch {start // batch_size} of rank {rank} of the {split} split"
                 batch = samples[start : start + batch_size]
-                self._prepare(source_split, samples, start, start + batch_size)
+                self.source.prepare(source_split, samples, start, start + batch_size)
                 yield BatchRequest(name, source_split, purpose, 0, batch.tolist())
 
         return self._batches(requests(), evaluation=True)
 
     def check_samples(self) -> None:
         """Read a few samples, spread over each set, in this process. Raises DataError."""
-        self._read_here("train")
-        self._read_here("test")
+        for split in ("train", "test"):
+            error = self._read_here(split, self._spread(split).tolist()).error
+            if error is not None:
+                raise error
 
-    def two_samples(self, split: SourceSplit) -> Batch:
-        """See `TrainingData.two_samples`."""
-        loaded = self._read_here(split, 2)
-        if loaded.error is not None:  # both are unreadable, and such samples are skipped
-            loaded = self._read_here(split)
-        content = map_leaves(
-            lambda tensor: torch.cat((tensor, tensor))[:2] if len(tensor) == 1 else tensor[:2],
-            loaded.content,
-        )
-        return self._to_device(content, 0)
-
-    def _read_here(self, split: SourceSplit, count: int = _CHECKED_SAMPLES) -> LoadedBatch:
-        """Read samples that are spread over a set in this process. Raises DataError."""
-        indices, purpose = self._split.training.samples, Purpose.VALIDATION_SAMPLE
-        if split == "test":
-            indices, purpose = self._test, Purpose.TEST_SAMPLE
-        spread = np.linspace(0, len(indices) - 1, count).astype(np.int64)
-        # Shards of a storage would all be copied.
-        samples = indices[:1] if self._shards else indices[np.unique(spread)]
-        self._prepare(split, samples, 0, len(samples))
-        request = BatchRequest(f"the {split} set", split, purpose, 0, samples.tolist())
-        loaded = self._reader.__getitems__([request])
-        if loaded.error is not None and (count > 2 or not loaded.skipped):
+    def first_samples(self, split: SourceSplit, count: int = 2) -> Batch:
+        """See `TrainingData.first_samples`."""
+        readable: list[int] = []
+        for index in self._spread(split).tolist():
+            loaded = self._read_here(split, [index])
+            if loaded.error is None:
+                readable.append(index)
+            elif not loaded.skipped:
+                raise loaded.error
+            if len(readable) == count:
+                break
+        if not readable:
+            assert loaded.error is not None
             raise loaded.error
-        return loaded
+        return self._to_device(self._read_here(split, (readable * count)[:count]))
+
+    def _spread(self, split: SourceSplit) -> Indices:
+        """Return a few samples that are spread over a set."""
+        indices = self._test if split == "test" else self._split.training.samples
+        spread = np.linspace(0, len(indices) - 1, self.source.checked_samples).astype(np.int64)
+        return indices[np.unique(spread)]
+
+    def _read_here(self, split: SourceSplit, samples: list[int]) -> LoadedBatch:
+        """Read samples in this process."""
+        purpose = Purpose.TEST_SAMPLE if split == "test" else Purpose.VALIDATION_SAMPLE
+        self.source.prepare(split, np.asarray(samples), 0, len(samples))
+        request = BatchRequest(f"the {split} set", split, purpose, 0, samples)
+        return self._reader.__getitems__([request])
 
     @property
     def processes(self) -> int:
@@ -220,21 +200,19 @@ class DataLoaderData(TrainingData):
         """End the loader processes; a later phase would start new ones."""
         self._loader.close()
 
-    def _prepare(self, split: SourceSplit, order: Indices, start: int, stop: int) -> None:
-        if self._shards is not None:
-            self._shards.prepare(split, order, start, stop)
-
     def _copy(self, content: Any) -> Any:
         """Return a batch's tensors on the device, in their nesting."""
         copies = iter(self._copies.copy(*leaves(content)))
-        return map_leaves(lambda _: next(copies), content)
+        return map_leaves(
+            lambda leaf: next(copies) if isinstance(leaf, torch.Tensor) else leaf, content
+        )
 
-    def _to_device(self, content: Any, skipped: int) -> Batch:
-        content = self._copy(content)
-        if not self._pairs:
-            return Batch(content, None, skipped)
+    def _to_device(self, loaded: LoadedBatch) -> Batch:
+        content, skipped = self._copy(loaded.content), loaded.skipped
+        if not self.source.has_pairs:
+            return Batch(content, None, skipped, samples=loaded.samples)
         x, y = content
-        return Batch(self._transform(x), y, skipped)
+        return Batch(self._transform(x), y, skipped, samples=loaded.samples)
 
     def _batches(
         self, requests: Iterator[BatchRequest], *, evaluation: bool = False
@@ -248,9 +226,28 @@ class DataLoaderData(TrainingData):
                 raise loaded.error
             is_empty = False
             self.on_copy()
-            yield self._to_device(loaded.content, loaded.skipped)
+            yield self._to_device(loaded)
         if unreadable is not None and is_empty:
             raise unreadable
+
+
+def _split_training_set(
+    source: SampleSource, section: LoaderSection, hold_out: HoldOut, seed: int
+) -> sampling.TrainingSplit:
+    labels = source.labels if section.is_balanced else None
+    if section.is_balanced and labels is None:
+        rule = "balanced needs the class of each sample: `targets` of the training Dataset"
+        raise DataError("data.sampler", rule)
+    return sampling.TrainingSplit(
+        source.size("train"),
+        hold_out,
+        seed,
+        source.permutation,
+        labels,
+        sampler=sampling.own_sampler(section.sampler),
+        lengths=source.lengths,
+        window=source.window,
+    )
 
 
 class _ReusedLoader:
@@ -263,7 +260,7 @@ class _ReusedLoader:
 
     def __init__(
         self,
-        section: ImageFolderData | ShardsData | DatasetData,
+        section: LoaderSection,
         reader: BatchReader,
         device: torch.device,
     ) -> None:

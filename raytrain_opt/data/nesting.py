@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 def map_leaves(function: Callable[[Any], Any], nest: Any) -> Any:
     """Return the same nesting of `function(leaf)`; lists become tuples, NamedTuples stay."""
-    if isinstance(nest, dict):
+    if isinstance(nest, Mapping):
         return {key: map_leaves(function, value) for key, value in nest.items()}
     if isinstance(nest, tuple) and hasattr(nest, "_fields"):
         return type(nest)(*(map_leaves(function, value) for value in nest))
@@ -21,11 +21,13 @@ def map_leaves(function: Callable[[Any], Any], nest: Any) -> Any:
 
 
 def leaves(nest: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a nesting, in its order."""
-    if isinstance(nest, dict):
+    """Yield the tensors of a nesting, in its order, without what else a batch may hold."""
+    import torch
+
+    if isinstance(nest, Mapping):
         nest = tuple(nest.values())
     if isinstance(nest, list | tuple):
         for value in nest:
             yield from leaves(value)
-    else:
+    elif isinstance(nest, torch.Tensor):
         yield nest

@@ -2,11 +2,14 @@
 
     s, p     seed of the job, purpose of the draw (`Purpose`)
     e, t     epoch, and step of the epoch or index of a sample
+    B, w     global batch size, and global batches that are sorted by length together
     G(s, p, e, t)   Philox generator with key (s mod 2^64, p), counter starting at (0, 0, t, e)
 
     validation split   first n samples of a permutation by G(s, VALIDATION_SPLIT, 0, 0)
     order of an epoch  permutation of the training samples by G(s, ORDER, e, 0); of a balanced
                        epoch, which also draws them by it, see `EpochOrders`
+    by length          each w B samples of an order sorted by length, then its full batches in an
+                       order by G(s, ORDER, e, 1)
     crop, flip         row i of the draws of G(s, CROP, e, t), G(s, FLIP, e, t) belongs to the
                        i-th sample of the global batch of step t
     one sample         reads with a seed from G(s, TRAIN_SAMPLE, e, position in the epoch)
@@ -28,12 +31,16 @@ import numpy as np
 import numpy.typing as npt
 
 from raytrain_opt.config.data import HoldOut
+from raytrain_opt.config.load import resolve_function
+from raytrain_opt.config.section import function_name, is_function_name
 from raytrain_opt.errors import DataError
 from raytrain_opt.results import EVAL_BLOCK_SIZE
 
 Indices = npt.NDArray[np.int64]
 # Shuffles indices; data in several files keep those of a file together.
 Permutation = Callable[[np.random.Generator, Indices], Indices]
+# Takes samples to train on, an epoch and a generator; returns as many of them, in an order.
+Sampler = Callable[[Indices, int, np.random.Generator], Indices]
 
 _MAX_UINT64 = 2**64 - 1
 
@@ -112,10 +119,16 @@ class TrainingSplit:
         seed: int,
         permutation: Permutation = np.random.Generator.permutation,
         balanced_labels: Indices | None = None,
+        *,
+        sampler: Sampler | None = None,
+        lengths: Indices | None = None,
+        window: int = 1,
     ) -> None:
+        """lengths: of all samples, to sort each `window` global batches of an order by them."""
         searched, self.validation = split_validation(size, hold_out, seed, permutation)
         self._size, self._seed, self._permutation = size, seed, permutation
-        settings = (seed, permutation, balanced_labels)
+        self._lengths, self._window = lengths, window
+        settings = (seed, permutation, balanced_labels, sampler)
         self.search = EpochOrders(searched, *settings)
         self.training = (
             EpochOrders(np.arange(size), *settings) if hold_out.only_in_search else self.search
@@ -126,28 +139,67 @@ class TrainingSplit:
         """Samples of the training, of the search and of the validation split."""
         return len(self.training.samples), len(self.search.samples), len(self.validation)
 
-    def order(self, epoch: int, *, search: bool, held_out: int = 0) -> Indices:
+    def order(
+        self, epoch: int, *, search: bool, held_out: int = 0, global_batch_size: int = 1
+    ) -> Indices:
         """Return the order of an epoch, for candidates or for the training.
 
         held_out: first samples of the validation split, in whose place the training takes others.
         Each is one that comes a little later in the epoch, for data in several files.
         """
         order = (self.search if search else self.training).order(epoch)
-        if not held_out:
+        if held_out:
+            is_left_out = np.isin(order, self._shuffled()[:held_out])
+            others = order[~is_left_out]
+            order = np.where(is_left_out, others[np.arange(len(order)) % len(others)], order)
+        if self._lengths is None:
             return order
-        is_left_out = np.isin(order, self._shuffled()[:held_out])
-        others = order[~is_left_out]
-        return np.where(is_left_out, others[np.arange(len(order)) % len(others)], order)
+        random = generator(self._seed, Purpose.ORDER, epoch, 1)
+        return group_by_length(order, self._lengths, self._window, global_batch_size, random)
 
     def _shuffled(self) -> Indices:
         return _shuffle(self._size, self._seed, self._permutation)
+
+
+def group_by_length(
+    order: Indices, lengths: Indices, window: int, batch: int, random: np.random.Generator
+) -> Indices:
+    """Return the order with samples of similar lengths in each full batch.
+
+    Samples that fill no batch stay where they are: which ones they are must not depend on length.
+    """
+    full = len(order) // batch * batch
+    windows = np.arange(full) // (window * batch)
+    batches = order[np.lexsort((lengths[order[:full]], windows))].reshape(-1, batch)
+    return np.concatenate([random.permutation(batches).reshape(-1), order[full:]])
+
+
+def own_sampler(name: str | Sampler) -> Sampler | None:
+    """Return the function that `data.sampler` names, with a check of what it returns; or None.
+
+    Raises JobError for a name that leads to no function.
+    """
+    if not is_function_name(name):
+        return None
+    function = resolve_function(name, "data.sampler")
+
+    def draw(samples: Indices, epoch: int, random: np.random.Generator) -> Indices:
+        order = np.asarray(function(samples.copy(), epoch, random))
+        is_right = order.shape == samples.shape and order.dtype.kind in "iu"
+        if not is_right or not np.isin(order, samples).all():
+            rule = f"must return {len(samples)} of the samples that it gets, in the order to train"
+            raise DataError("data.sampler", f"{function_name(name)} {rule}; it returned {order}")
+        return order.astype(np.int64)
+
+    return draw
 
 
 class EpochOrders:
     """The orders of the epochs of one training set; the last one is cached.
 
     With `balanced_labels`, the class of every sample, it takes equally many of each class: some
-    samples of small classes again, only some of large classes, others in the next epoch.
+    samples of small classes again, only some of large classes, others in the next epoch. A
+    `sampler` takes the place of all this.
     """
 
     def __init__(
@@ -156,9 +208,10 @@ class EpochOrders:
         seed: int,
         permutation: Permutation = np.random.Generator.permutation,
         balanced_labels: Indices | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
         self.samples = samples
-        self._seed, self._permutation = seed, permutation
+        self._seed, self._permutation, self._sampler = seed, permutation, sampler
         self._classes: list[Indices] = []
         if balanced_labels is not None:
             labels = balanced_labels[samples]
@@ -171,8 +224,12 @@ class EpochOrders:
         """Return the order of an epoch; callers must not write to it."""
         if self._last is None or self._last[0] != epoch:
             random = generator(self._seed, Purpose.ORDER, epoch)
-            samples = self._draw(random) if self._classes else self.samples
-            self._last = epoch, self._permutation(random, samples)
+            if self._sampler is not None:
+                order = self._sampler(self.samples, epoch, random)
+            else:
+                samples = self._draw(random) if self._classes else self.samples
+                order = self._permutation(random, samples)
+            self._last = epoch, order
         return self._last[1]
 
     def _draw(self, random: np.random.Generator) -> Indices:

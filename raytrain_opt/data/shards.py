@@ -35,12 +35,11 @@ import obstore
 from raytrain_opt import storage
 from raytrain_opt.config.data import ShardsData
 from raytrain_opt.config.error_messages import shown
-from raytrain_opt.data.batch_reader import Sample, SourceSplit
-from raytrain_opt.data.fingerprint import digest
+from raytrain_opt.data.base import digest, excerpt, spread
 from raytrain_opt.data.image_folder import left_out_kind
-from raytrain_opt.data.images import SUFFIXES, center_crop, random_crop
+from raytrain_opt.data.images import SUFFIXES
 from raytrain_opt.data.sampling import Indices
-from raytrain_opt.data.transforms import IMAGENET_MEAN_STD, MeanStd
+from raytrain_opt.data.source import ImageSource, SourceSplit
 from raytrain_opt.errors import DataError, StorageError
 
 CLASSES = "classes.txt"
@@ -55,18 +54,17 @@ _MAX_IMAGE_BYTES, _MAX_HEADER_BYTES, _MAX_LABEL_BYTES = 2**29, 2**20, 100
 _CLASS_NUMBER = re.compile(rb"\s*([0-9]{1,18})\s*")
 
 
-class ShardSource:
+class ShardSource(ImageSource):
     """Images of two sets of shards as uint8 [image_size, image_size, 3].
 
     Raises DataError: no shard, a damaged one, or one without labels.
     """
 
     field = "data.train"
-    is_image = True
-    mean_std: MeanStd | None = IMAGENET_MEAN_STD
+    checked_samples = 1  # all shards of a storage would be copied
 
     def __init__(self, section: ShardsData) -> None:
-        self._size = section.image_size
+        super().__init__(section.image_size)
         self._window = section.shuffle_shards
         self._cache = ShardCache(section)
         self._sets: dict[SourceSplit, ShardSet] = {
@@ -83,7 +81,6 @@ class ShardSource:
             raise DataError("data.test", f"{CLASSES} beside it differs from that of data.train")
         self.num_classes = section.num_classes or len(names) or int(self.labels.max()) + 1
         self.class_names = names if len(names) == self.num_classes else ()
-        self.sample_shape = (3, section.image_size, section.image_size)
         for split, part in self._sets.items():
             if (label := part.index[:, 2].max()) >= self.num_classes:
                 rule = f"has class {label}, but data.num_classes or {CLASSES} has "
@@ -92,7 +89,6 @@ class ShardSource:
 
     @property
     def labels(self) -> Indices:
-        """The classes of the training samples."""
         return self._sets["train"].index[:, 2]
 
     def size(self, split: SourceSplit) -> int:
@@ -117,23 +113,29 @@ class ShardSource:
         later = shards.shards_of(order[ahead : ahead + stop - start])
         self._cache.prepare(shards.shards_of(order[start:stop]), later, f"data.{split}")
 
-    def read(self, split: SourceSplit, index: int, augment: bool) -> Sample:
-        """Return a random crop, perhaps mirrored, when `augment`; else the center crop."""
-        label = int(self._sets[split].index[index, 2])
-        crop = random_crop if augment else center_crop
-        return crop(self.content(split, index), self._size), label
+    def label(self, split: SourceSplit, index: int) -> int:
+        return int(self._sets[split].index[index, 2])
 
     def content(self, split: SourceSplit, index: int) -> bytes:
-        """Return the image file. Raises DataError, OSError, ValueError."""
         shards = self._sets[split]
         position, size, _ = shards.index[index].tolist()
         return self._cache.read(shards.shard_of(index), position, size)
 
     def digest(self) -> str:
-        """Return a digest of the shards' names, and of each sample's position, size and label."""
+        """Return a digest of the shards' names, and of each sample's position, size and label.
+
+        Excerpts of samples evenly spread are in it where the shards need no download.
+        """
         sets = self._sets.values()
         names = (storage.last_name(shard.uri).encode() for part in sets for shard in part.shards)
-        return digest([*names, *(part.index.data for part in sets)])
+        return digest([*names, *(part.index.data for part in sets), *self._excerpts()])
+
+    def _excerpts(self) -> Iterator[bytes]:
+        for part in self._sets.values():
+            for index in spread(len(part.index)):
+                shard, (position, size, _) = part.shard_of(index), part.index[index].tolist()
+                if not storage.is_remote(shard.uri):
+                    yield excerpt(shard.path, position, size)
 
     def describe(self, split: SourceSplit, index: int) -> str:
         """Return the shard and the sample's number in it, from 0, for an error message."""

@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import IterableDataset
 
 from raytrain_opt.config.data import DatasetData
-from raytrain_opt.config.functions import resolve_function
-from raytrain_opt.config.section import function_name
-from raytrain_opt.data.base import channel_axis, layout_note
-from raytrain_opt.data.batch_reader import Sample, SourceSplit, cause
-from raytrain_opt.data.fingerprint import digest
+from raytrain_opt.config.load import resolve_function
+from raytrain_opt.config.section import Instance, function_name
+from raytrain_opt.data.base import channel_axis, digest, layout_note
+from raytrain_opt.data.batch_reader import cause
 from raytrain_opt.data.nesting import leaves, map_leaves
 from raytrain_opt.data.sampling import Indices, Purpose, sample_seed
-from raytrain_opt.data.transforms import MeanStd
+from raytrain_opt.data.source import Sample, SampleSource, SourceSplit
 from raytrain_opt.errors import DataError
 from raytrain_opt.random_state import seeded
 
@@ -26,7 +26,7 @@ from raytrain_opt.random_state import seeded
 _MAX_TRIES = 100
 
 
-class UserDatasetSource:
+class UserDatasetSource(SampleSource):
     """Samples of the Datasets (train, test) that the user's function returns.
 
     With `classification` they are (x, label): uint8 [C, H, W] or [H, W, C] is an image and
@@ -36,25 +36,30 @@ class UserDatasetSource:
     """
 
     field = "data.name"
-    mean_std: MeanStd | None = None  # unknown without reading all samples
 
     def __init__(self, section: DatasetData, seed: int, *, classification: bool = True) -> None:
-        name, self._classification = section.name, classification
+        name, self.has_pairs = section.name, classification
         self._name = function_name(name)
-        self._datasets = call_data_function(name, section.args, seed, self.field, "torch Datasets")
+        self._datasets = _call(name, section.args, seed)
         for split in self._datasets:
             self._check_dataset(split)
         self.num_classes = self._resolve_num_classes(section.num_classes)
         names = getattr(self._datasets["train"], "classes", None)
-        self.class_names: tuple[str, ...] = ()
         if isinstance(names, Collection) and len(names) == self.num_classes:
             self.class_names = tuple(map(str, names))
-        self.notes: tuple[str, ...] = ()
+        collate = section.collate or getattr(self._datasets["train"], "collate_fn", None)
+        self._collate = None if collate is None else resolve_function(collate, "data.collate")
+        own = None if section.collate else getattr(self._datasets["test"], "collate_fn", None)
+        self._collate_test = own or self._collate
         self.example = self._probe(section.on_unreadable == "skip")
         first = next(leaves(self.example))
         self.sample_shape: tuple[int, ...] = tuple(first.shape)
-        self.is_image = classification and first.dtype == torch.uint8
-        self._expected = _describe(self.example[0] if classification else self.example)
+        if self._collate is not None:
+            self.sample_shape = self.sample_shape[1:]
+        self.is_image = classification and first.dtype == torch.uint8 and self._collate is None
+        self._expected = self._describe(self.example)
+        if section.group_by_length is not None:
+            self.lengths, self.window = self._lengths(), section.group_by_length
 
     @property
     def labels(self) -> Indices | None:
@@ -67,7 +72,7 @@ class UserDatasetSource:
         if labels.shape != (len(train),) or labels.dtype.kind not in "iu":
             return None
         is_class = (labels >= 0) & (labels < self.num_classes)
-        return labels.astype(np.int64) if self._classification and is_class.all() else None
+        return labels.astype(np.int64) if self.has_pairs and is_class.all() else None
 
     def digest(self) -> str:
         """Return a digest of the labels, where they are known, and of the form of a sample."""
@@ -80,15 +85,17 @@ class UserDatasetSource:
 
     def read(self, split: SourceSplit, index: int, augment: bool) -> Sample:
         """Return one checked sample; `augment` is unused, as the Dataset itself augments."""
+        if self._collate is not None:
+            return self._datasets[split][index]
         sample = self._sample(split, index)
-        checked, name = (sample[0], "x") if self._classification else (sample, "it")
-        if _describe(checked) != self._expected:
+        if (described := self._describe(sample)) != self._expected:
+            name = "x" if self.has_pairs else "it"
             rule = (
-                f"{name} is {_describe(checked)} but the first training sample's is "
-                f"{self._expected}; all must be the same, e.g. by a resize in the Dataset"
+                f"{name} is {described} but the first training sample's is {self._expected}; all "
+                "must be the same, e.g. by a resize in the Dataset, or data.collate pads them"
             )
             raise self._error(split, index, rule)
-        if not self._classification:
+        if not self.has_pairs:
             return sample
         x, label = sample
         if not 0 <= label < self.num_classes:
@@ -96,12 +103,66 @@ class UserDatasetSource:
             raise self._error(split, index, f"{rule}correct the label or data.num_classes")
         return (x.permute(1, 2, 0).contiguous() if self.is_image else x), label
 
+    def collate(self, split: SourceSplit, samples: list[Sample]) -> Any:
+        """Return the batch of the samples: stacked, or by the user's function, checked.
+
+        In it arrays become tensors and float64 becomes float32. Raises DataError.
+        """
+        collate = self._collate if split == "train" else self._collate_test
+        if collate is None:
+            return super().collate(split, samples)
+        try:
+            batch = map_leaves(_as_tensor, collate(samples))
+        except Exception as error:
+            kind = type(samples[0]).__name__
+            rule = f"raised {cause(error)}; called with a list of {len(samples)} samples ({kind})"
+            raise DataError("data.collate", rule) from error
+        if not any(True for _ in leaves(batch)):
+            rule = f"must return tensors, or a dict, list or tuple with them, not {batch!r:.100}"
+            raise DataError("data.collate", rule)
+        return self._checked_pair(batch) if self.has_pairs else batch
+
+    def _checked_pair(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return x and y of a collated batch. Raises DataError unless y are classes."""
+        match batch:
+            case (torch.Tensor() as x, torch.Tensor() as y) if (
+                y.shape == x.shape[:1] and not y.is_floating_point()
+            ):
+                if ((y >= 0) & (y < self.num_classes)).all():
+                    return x, y.long()
+                rule = f"y has classes {int(y.min())} to {int(y.max())}, outside 0 to"
+                raise DataError(
+                    "data.collate", f"{rule} {self.num_classes - 1} (data.num_classes)"
+                )
+        rule = "must return (x, y), x [samples, ...] and class numbers y [samples], or the job "
+        rule += f"needs a task of its own; it returned {_describe(batch)}"
+        raise DataError("data.collate", rule)
+
+    def _lengths(self) -> Indices:
+        """Return `lengths` of the training Dataset. Raises DataError."""
+        size = self.size("train")
+        lengths = np.asarray(getattr(self._datasets["train"], "lengths", ()))
+        if lengths.shape != (size,):
+            rule = f"needs `lengths` of the training Dataset, a number for each of its {size}"
+            raise DataError("data.group_by_length", f"{rule} samples, such as its tokens")
+        return lengths
+
+    def _describe(self, sample: Sample) -> str:
+        """Return types and shapes of a sample; of a collated one the types, which are alike."""
+        if self._collate is None:
+            return _describe(sample[0] if self.has_pairs else sample)
+        return str(map_leaves(lambda leaf: str(getattr(leaf, "dtype", leaf)), sample))
+
     def describe(self, split: SourceSplit, index: int) -> str:
         """Return the data set and the index, for an error message."""
         return f"sample {index} of the {split} set of {self._name} cannot be read"
 
     def _check_dataset(self, split: SourceSplit) -> None:
         dataset, name = self._datasets[split], f"the {split} set of {self._name}"
+        if isinstance(dataset, IterableDataset):
+            rule = "of which no order can follow from the seed, and no epoch be resumed; wrap "
+            rule += "list(dataset) in a Dataset, or write its samples to files"
+            raise DataError(self.field, f"{name} is an IterableDataset, {rule}")
         if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
             rule = "it must be a map-style Dataset with __len__ and __getitem__"
             raise DataError(self.field, f"{name} is {type(dataset).__name__}; {rule}")
@@ -116,7 +177,7 @@ class UserDatasetSource:
             return int(train.num_classes)
         if getattr(train, "classes", None) is not None:
             return len(train.classes)
-        if not self._classification:
+        if not self.has_pairs:
             return 1
         rule = "has neither num_classes nor classes, so write the number in the job"
         raise DataError("data.num_classes", f"the train set of {self._name} {rule}")
@@ -128,6 +189,8 @@ class UserDatasetSource:
         while True:
             try:
                 with seeded(index):
+                    if self._collate is not None:
+                        return self.collate("train", [self._datasets["train"][index]])
                     return self._sample("train", index)
             except DataError:
                 raise
@@ -139,7 +202,7 @@ class UserDatasetSource:
 
     def _sample(self, split: SourceSplit, index: int) -> Sample:
         sample = self._datasets[split][index]
-        if not self._classification:
+        if not self.has_pairs:
             return self._tensors(split, index, sample)
         if not isinstance(sample, (tuple, list)) or len(sample) != 2:
             raise self._error(
@@ -190,25 +253,23 @@ class UserDatasetSource:
         return DataError("data.name", f"sample {index} of the {split} set of {self._name}: {rule}")
 
 
-def call_data_function(
-    name: str | Callable[..., Any], args: dict[str, Any], seed: int, field: str, kind: str
+def _call(
+    name: str | Callable[..., Any], args: dict[str, Any], seed: int
 ) -> dict[SourceSplit, Any]:
-    """Return the two data sets, of this `kind`, that the user's function returns.
-
-    Raises DataError that names `field`.
-    """
-    function = resolve_function(name, field)
+    """Return the two Datasets that the user's function returns. Raises DataError."""
+    function = resolve_function(name, "data.name")
     shown = function_name(name)
     try:
         # A function that generates its data must generate the same in every process.
         with seeded(sample_seed(seed, Purpose.USER_FUNCTION, 0, 0)):
-            pair = function(**args)
+            # Datasets themselves are not copied: they may be large.
+            pair = function.value if isinstance(function, Instance) else function(**args)
     except Exception as error:
         rule = f"{shown}, called with data.args {args}, raised {cause(error)}"
-        raise DataError(field, rule) from error
+        raise DataError("data.name", rule) from error
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        rule = f"{shown} must return (train, test), two {kind}; it returned {type(pair).__name__}"
-        raise DataError(field, rule)
+        rule = f"{shown} must return or be (train, test), two torch Datasets"
+        raise DataError("data.name", f"{rule}, not {type(pair).__name__}")
     return {"train": pair[0], "test": pair[1]}
 
 
@@ -220,6 +281,19 @@ def _convert(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.float32)
 
 
+def _as_tensor(leaf: Any) -> Any:
+    """Return what can be a tensor as one, as the device takes it; other values as they are."""
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
+        leaf = torch.from_numpy(np.array(leaf))
+    is_tensor = isinstance(leaf, torch.Tensor)
+    return leaf.float() if is_tensor and leaf.dtype == torch.float64 else leaf
+
+
 def _describe(sample: Sample) -> str:
-    described = map_leaves(lambda tensor: f"{tensor.dtype} {list(tensor.shape)}", sample)
+    described = map_leaves(_kind, sample)
     return described if isinstance(described, str) else str(described).replace("'", "")
+
+
+def _kind(leaf: Any) -> str:
+    is_tensor = isinstance(leaf, torch.Tensor)
+    return f"{leaf.dtype} {list(leaf.shape)}" if is_tensor else type(leaf).__name__

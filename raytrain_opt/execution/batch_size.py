@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from statistics import harmonic_mean
 from typing import Any
 
 from raytrain_opt.clock import monotonic_s
@@ -18,7 +17,8 @@ from raytrain_opt.errors import PoolError, RaytrainOptError
 from raytrain_opt.execution.backend import open_backend
 from raytrain_opt.execution.resolve import Placement, scaled_lr, settle
 from raytrain_opt.execution.workspace import Workspace, open_frontend, open_workspace
-from raytrain_opt.optim.scaling import ScalingRule
+from raytrain_opt.optim.epoch_steps import length_of
+from raytrain_opt.optim.schedules import ScalingRule
 from raytrain_opt.paths import own_runs
 from raytrain_opt.pools.protocol import Prober
 from raytrain_opt.recording.reader import read_record, read_text
@@ -41,7 +41,7 @@ from raytrain_opt.search.batch_size.strategy import (
     Updates,
     largest_size,
 )
-from raytrain_opt.terminal.progress import probe_text
+from raytrain_opt.terminal import probe_text
 
 # Of train_for, the part in which updates are made; start, search and evaluations take the rest.
 _TRAINING_FRACTION = 0.8
@@ -206,7 +206,7 @@ def _summary(record: BatchSizeRecord, job: Job, train_size: int) -> Iterator[str
     """Yield the result of a search in words, and what it may cost the training."""
     size, lr = record.global_batch_size, record.learning_rate
     before, after = (
-        Updates.count(train_size, batch, job.epochs, job.batch_ramp.steps)
+        Updates.count(train_size, batch, length_of(job), job.batch_ramp.steps)
         for batch in (size.before, size.after)
     )
     yield (
@@ -236,7 +236,8 @@ def _bounds(
     """Return the sizes that leave enough memory and updates; say where updates bound them."""
     own = job.global_batch_size // workers
     steps, rule = job.batch_ramp.steps, _scaling_rule(job)
-    largest = largest_size(section, own, train_size, job.epochs, workers, steps, rule)
+    length = length_of(job)
+    largest = largest_size(section, own, train_size, length, workers, steps, rule)
     bounds = SizeBounds(largest, train_size // workers, workers, own)
     note(
         f"batch sizes of 1 to {largest} per worker are allowed, by the size of the training set, "
@@ -244,9 +245,8 @@ def _bounds(
         f"{section.min_updates} and max_batch_size of batch_size_search (without it, the rate "
         f"grows {LARGEST_LR_FACTOR}-fold at most)"
     )
-    if job.train_for is not None:
-        max_step_s = _TRAINING_FRACTION * job.train_for / section.min_updates
-        bounds = replace(bounds, max_step_s=max_step_s)
+    max_step_s = _TRAINING_FRACTION * length.seconds / section.min_updates
+    bounds = replace(bounds, max_step_s=max_step_s)
     if getattr(section, "objective", None) in ("auto", "goodput"):
         bounds = replace(bounds, noise_scale=_measured_noise_scale(job, note))
     return bounds
@@ -261,17 +261,15 @@ def _measured_noise_scale(job: Job, note: Callable[[str], None]) -> float | None
     for run_dir in own_runs(job.storage_path, job.name):
         try:
             result = read_record(run_dir, "result.json", ResultRecord)
-            stages = result.noise_scale.stages if result and result.noise_scale else ()
-            if not stages:
+            if result is None or result.noise_scale is None:
                 continue
+            scale = result.noise_scale.value
             earlier: Any = read_yaml(read_text(run_dir, "job.yaml") or "{}", run_dir)
             if any(earlier.get(name) != plain[name] for name in _NOISE_SECTIONS):
                 continue
         except RaytrainOptError as error:
             note(f"the noise scale of {run_dir} is not used: {error}")
             continue
-        # For the same progress, samples grow by 1 + B / N: the mean over the training's halves.
-        scale = harmonic_mean([max(stage.value, 1e-9) for stage in stages])
         note(f"noise scale {scale:.3g}, as {run_dir} measured it")
         return scale
     return None

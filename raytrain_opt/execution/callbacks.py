@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, update_wrapper
 from importlib.util import find_spec
 from typing import Any, Literal
 
 from raytrain_opt.clock import monotonic_s
-from raytrain_opt.config.functions import resolve_function
+from raytrain_opt.config.load import resolve_function
 from raytrain_opt.config.schema import Job, TrackingSection
 from raytrain_opt.errors import Problem
 from raytrain_opt.paths import RunPaths
-from raytrain_opt.recording.event_log import EventLog
+from raytrain_opt.recording.recorder import EventLog
 from raytrain_opt.recording.records import EpochRecord, ResultRecord, RoundRecord
 from raytrain_opt.storage import check_uri
 from raytrain_opt.user_code import exits_as_errors
@@ -47,12 +47,10 @@ class Callback:
 class Callbacks:
     """All callbacks of a run. A failure of one is logged once for each of its methods."""
 
-    def __init__(
-        self, job: Job, paths: RunPaths, event_log: EventLog, observers: Sequence[object] = ()
-    ) -> None:
+    def __init__(self, job: Job, paths: RunPaths, event_log: EventLog) -> None:
         self._event_log, self._epoch = event_log, 1
         self._failed: set[tuple[str, str]] = set()
-        self._callbacks: list[Any] = list(observers)
+        self._callbacks: list[Any] = []
         for kind in _classes(job, paths.run_id):
             with self._logged(getattr(kind, "__name__", str(kind)), "__init__"):
                 callback = kind(job, str(paths.local))

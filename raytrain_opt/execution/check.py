@@ -11,19 +11,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from raytrain_opt.config.data import (
-    ArraysData,
-    ArraySetData,
+    DataFile,
     DataSection,
-    ImageFolderData,
-    RayData,
-    ShardsData,
 )
-from raytrain_opt.config.functions import resolve_function
-from raytrain_opt.config.learning_rate import ReplayPolicy
-from raytrain_opt.config.load import plain_job
+from raytrain_opt.config.load import plain_job, resolve_function
 from raytrain_opt.config.schema import Job
 from raytrain_opt.config.section import is_function_name
 from raytrain_opt.config.updates import OptimizerChoiceSection
@@ -38,9 +32,10 @@ if TYPE_CHECKING:
 
     from raytrain_opt.data.base import Batch, DataInfo
     from raytrain_opt.data.factory import SharedData
-    from raytrain_opt.data.loader import DataLoaderData
     from raytrain_opt.train.task import Task
+    from raytrain_opt.train.thread_choice import StepTimer
 
+_DATA_FUNCTIONS = ("name", "collate", "sampler")
 # Returns the number of threads to train with, by batch size of a worker and largest number.
 ChooseThreads = Callable[[int, int], int]
 
@@ -78,44 +73,30 @@ def check_sections(sections: Mapping[str, Any]) -> list[Problem]:
 
 
 def check_data(data: DataSection) -> list[Problem]:
-    """Return every problem of the files, folders or function that the data are read from."""
-    match data:
-        case ArraysData():
-            pairs = {"train": data.train, "test": data.test}
-            return [
-                problem
-                for split, pair in pairs.items()
-                for i, path in enumerate(pair)
-                for problem in _check_path(f"data.{split}.{i}", path, folder=False)
-            ]
-        case ImageFolderData():
-            problems = _check_path("data.root", data.root, folder=True)
-            if data.labels is not None:
-                return problems + check_uri(data.labels, "data.labels")
-            splits = {"data.train_split": data.train_split, "data.test_split": data.test_split}
-            return problems or [
-                problem
-                for field, split in splits.items()
-                for problem in _check_path(field, f"{data.root}/{split}", folder=True)
-            ]
-        case ShardsData():
-            return [*check_uri(data.train, "data.train"), *check_uri(data.test, "data.test")]
-        case RayData():
-            return problems_of(lambda: resolve_function(data.function, "data.function"))
-        case ArraySetData(name="digits") | ArraySetData(download=True):
-            return []
-        case ArraySetData():
-            hint = "data.download: true downloads the set"
-            return _check_path("data.root", data.root, folder=True, hint=hint)
-    return problems_of(lambda: resolve_function(data.name, "data.name"))
+    """Return every problem of the functions, files or folders that the data are read from."""
+    fields = {f"data.{field}": getattr(data, field, None) for field in _DATA_FUNCTIONS}
+    problems = [
+        problem
+        for field, function in fields.items()
+        if function is not None and is_function_name(function)
+        for problem in problems_of(partial(resolve_function, function, field))
+    ]
+    faulty: list[str] = []
+    for file in data.files():
+        if file.path.startswith(tuple(faulty)):  # below a folder that is missing
+            continue
+        found = check_uri(file.path, file.field) if file.kind == "uri" else _check_path(file)
+        problems += found
+        faulty += [f"{file.path}/"] * bool(found)
+    return problems
 
 
 def try_job(
     job: Job, source: str = "job", *, resumed: bool = False
-) -> tuple[Facts, SharedData, ChooseThreads]:
+) -> tuple[Facts, SharedData, StepTimer]:
     """Read the data of a job that passed `check_job`; try model and loss on them.
 
-    Also returns what all processes share of the data, and `train.thread_choice.choose_threads`
+    Also returns what all processes share of the data, and `train.thread_choice.StepTimer`
     for the network, which it keeps. A `resumed` run needs no pretrained weights any more.
 
     Raises DataError when the data cannot be used, JobError with all fields that do not match the
@@ -127,27 +108,27 @@ def try_job(
         problems = problems_of(
             lambda: build_policy(job, count_updates(LearnerConfig.from_job(job), info))
         )
-    tried: list[tuple[Facts, ChooseThreads]] = []
+    tried: list[tuple[Facts, StepTimer]] = []
     problems += problems_of(
         lambda: tried.append(_try_network(job, info, samples, resumed=resumed))
     )
     if problems:
         raise JobError(problems, source)
-    facts, choose_threads = tried[0]
-    return facts, shared, choose_threads
+    facts, timer = tried[0]
+    return facts, shared, timer
 
 
-def try_local_job(job: Job, source: str) -> Facts | None:
+def try_local_job(job: Job, source: str) -> tuple[Facts, StepTimer] | None:
     """Try a job without any download; return None if the data must be downloaded first."""
     from raytrain_opt.train.pretrained import names_torchvision_weights
 
     if names_torchvision_weights(job.model):
         job = job.model_copy(update={"model": job.model.model_copy(update={"weights": None})})
     if not job.data.download:
-        return try_job(job, source)[0]
+        return try_job(job, source)[::2]
     section = job.data.model_copy(update={"download": False})
     try:
-        return try_job(job.model_copy(update={"data": section}), source)[0]
+        return try_job(job.model_copy(update={"data": section}), source)[::2]
     except DataError:
         return None
 
@@ -170,11 +151,12 @@ def read_data(job: Job) -> tuple[SharedData, DataInfo, tuple[Batch, Batch]]:
     )
     try:
         data.check_samples()
-        samples = data.two_samples("train"), data.two_samples("test")
+        is_one = job.batch_size_per_worker == 1 and job.batch_size_search is None
+        train = data.first_samples("train", 1 if is_one else 2)
+        samples = train, data.first_samples("test")
     finally:
         data.close()
-    source = cast("DataLoaderData", data).source if shared is None else shared
-    return shared, replace(data.info, digest=source.digest()), samples
+    return shared, replace(data.info, digest=data.source.digest()), samples
 
 
 def _check_worker_count(job: Job, info: DataInfo) -> list[Problem]:
@@ -186,33 +168,37 @@ def _check_worker_count(job: Job, info: DataInfo) -> list[Problem]:
 
 def _try_network(
     job: Job, info: DataInfo, samples: tuple[Batch, Batch], *, resumed: bool
-) -> tuple[Facts, ChooseThreads]:
+) -> tuple[Facts, StepTimer]:
     """Build the model on the CPU, as every worker does, try it, and weigh Muon's cost."""
     from torch.nn import GroupNorm
     from torch.nn.modules.batchnorm import _NormBase  # of BatchNorm and InstanceNorm
 
-    from raytrain_opt.optim.factory import group_parameters
+    from raytrain_opt.optim.factory import EMBEDDING, group_parameters
     from raytrain_opt.optim.muon import orthogonalization_flops
-    from raytrain_opt.optim.parameter_groups import EMBEDDING
     from raytrain_opt.train.pretrained import fit_pretrained, read_pretrained
-    from raytrain_opt.train.task import build_task, count_flops
-    from raytrain_opt.train.thread_choice import choose_threads
+    from raytrain_opt.train.task import aggregates, build_task, count_flops, find_metric_names
+    from raytrain_opt.train.thread_choice import StepTimer
 
     shape, classes = info.sample_shape, info.num_classes
     model = _build_model(job, info)
     task = build_task(job.task, job.loss, info)
     problems_of_several = _try_model(job, task, model, samples, classes)
+    find_metric_names(task, model, samples[1])
+    if aggregates(task) and not job.parallel.common_steps:
+        rule = "has aggregate, and with parallel.mode: async no worker has the outputs of all"
+        raise JobError([Problem("task.name", rule)])
     if job.model.weights is not None and not resumed:
         fit_pretrained(model.state_dict(), read_pretrained(job.model), classes)
-    groups = {str(o.name): group_parameters(o, model) for o in job.optimizers}
+    groups = [group_parameters(optimizer, model) for optimizer in job.optimizers]
     sample_flops, search_flops, muon_flops = 0.0, math.inf, 0.0
-    if job.learning_rate.policy == "stpt_horizon":
+    if job.learning_rate.searches_first:
         sample_flops = count_flops(task, model, samples[0])
         search_flops = _estimated(sample_flops, model, shape)
     if job.optimizer.chooses_freely:
-        matrices = [p.shape for g in groups["Muon"] if g["use_muon"] for p in g["params"]]
+        own = (group for section in groups for group in section if group.get("use_muon"))
+        matrices = [p.shape for group in own for p in group["params"]]
         muon_flops = orthogonalization_flops(matrices)
-    if job.parallel.mode == "async":
+    if not job.parallel.common_steps:
         from raytrain_opt.async_training.weight_shard import split_parameters
 
         split_parameters(model, 1)
@@ -225,7 +211,7 @@ def _try_network(
         embeddings=any(isinstance(layer, EMBEDDING) for layer in model.modules()),
         problems_of_several=problems_of_several,
     )
-    return facts, partial(choose_threads, task, model, samples[0], job.precision)
+    return facts, StepTimer(task, model, samples[0], job.precision)
 
 
 def _build_model(job: Job, info: DataInfo) -> nn.Module:
@@ -267,9 +253,6 @@ def _try_model(
             raise JobError([Problem("model.name", rule, hint="store it as a buffer")])
     train, test = samples
     try:
-        if job.batch_size_per_worker == 1 and job.batch_size_search is None:
-            one = map_leaves(lambda leaf: leaf if leaf is None else leaf[:1], (train.x, train.y))
-            train = replace(train, x=one[0], y=one[1])
         own = [o for o in job.optimizers if is_function_name(o.name)]
         optimizers = [build_optimizer(o, model, steps_per_epoch=1) for o in own]
         return check_steps(task, model, train, test, num_classes, optimizers)
@@ -297,7 +280,7 @@ def _check_callbacks(names: Sequence[str | Callable[..., Any]]) -> list[Problem]
 def _check_optimizers(section: OptimizerChoiceSection) -> list[Problem]:
     from raytrain_opt.optim.factory import check_optimizer
 
-    if section.name != "auto":
+    if not section.is_choice:
         return check_optimizer(section)
     return [
         replace(problem, path=problem.path.replace("optimizer", f"optimizer.candidates.{i}", 1))
@@ -309,8 +292,8 @@ def _check_optimizers(section: OptimizerChoiceSection) -> list[Problem]:
 def _check_schedule(section: Any) -> list[Problem]:
     from raytrain_opt.search.factory import read_schedule
 
-    replays = isinstance(section, ReplayPolicy)
-    return problems_of(lambda: read_schedule(section.schedule)) if replays else []
+    recorded = section.recorded
+    return [] if recorded is None else problems_of(lambda: read_schedule(recorded))
 
 
 def _check_sampler(sections: Mapping[str, Any]) -> list[Problem]:
@@ -323,19 +306,19 @@ def _check_sampler(sections: Mapping[str, Any]) -> list[Problem]:
     return problems_of(lambda: check_sampler(search, use_gpu=False))
 
 
-def _check_path(field: str, path: str, *, folder: bool, hint: str | None = None) -> list[Problem]:
-    """Return a problem unless `path` is an existing folder or file, as the field needs."""
-    kind = "folder" if folder else "file"
-    if "://" in path:
+def _check_path(file: DataFile) -> list[Problem]:
+    """Return a problem unless it is there and a folder or a file, as the field needs."""
+    kind, shown = file.kind, repr(file.path)
+    if "://" in file.path:
         rule = f"must be a {kind} in the file system of every node, not a URI"
-        return [Problem(field, rule, repr(path))]
+        return [Problem(file.field, rule, shown)]
     try:
-        mode = Path(path).expanduser().stat().st_mode
+        mode = Path(file.path).expanduser().stat().st_mode
     except FileNotFoundError:
         rule = f"no such {kind} on this machine (the job is checked where it starts)"
-        return [Problem(field, rule, repr(path), hint)]
+        return [Problem(file.field, rule, shown, file.hint)]
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: an unknown ~user
         reason = error.strerror if isinstance(error, OSError) else None
-        return [Problem(field, f"cannot be read: {reason or error}", repr(path), hint)]
-    is_right_kind = S_ISDIR(mode) if folder else S_ISREG(mode)
-    return [] if is_right_kind else [Problem(field, f"must be a {kind}", repr(path), hint)]
+        return [Problem(file.field, f"cannot be read: {reason or error}", shown, file.hint)]
+    is_right_kind = S_ISDIR(mode) if kind == "folder" else S_ISREG(mode)
+    return [] if is_right_kind else [Problem(file.field, f"must be a {kind}", shown, file.hint)]

@@ -9,7 +9,7 @@ from raytrain_opt.clock import monotonic_s
 from raytrain_opt.errors import DivergedError, StorageError, TakenOverError
 from raytrain_opt.execution.progress import RunProgress
 from raytrain_opt.paths import RunPaths
-from raytrain_opt.recording.event_log import EventLog
+from raytrain_opt.recording.recorder import EventLog
 from raytrain_opt.threads import start_thread
 from raytrain_opt.train.checkpoint import Checkpoint, Checkpoints
 from raytrain_opt.train.state import TrainingState

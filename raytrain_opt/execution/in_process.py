@@ -13,7 +13,6 @@ from raytrain_opt.execution.check import ChooseThreads, check_job, try_job
 from raytrain_opt.execution.resolve import Facts, Placement, Resolved
 from raytrain_opt.execution.workspace import Frontend, Workspace
 from raytrain_opt.pools.protocol import Pools
-from raytrain_opt.search.factory import max_candidates
 from raytrain_opt.threads import Cores
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ class InProcessBackend:
             fastest = None if on_gpu or choose is None else partial(choose, batch_size)
             threads = Cores.measure().choose(1, note, fastest)
         self._choose_threads = None
-        candidates = max_candidates(self._job) if search else 0
+        candidates = self._job.learning_rate.max_candidates if search else 0
         return Placement(self._job.workers.size, threads, candidates)
 
     def find_batch_size(self, facts: Facts, placement: Placement, workspace: Workspace) -> int:
@@ -84,10 +83,12 @@ class InProcessBackend:
 def _problems_of_one_process(job: Job) -> list[Problem]:
     """Return what of a job needs several processes."""
     problems = []
-    if job.parallel.mode == "async":
+    if not job.parallel.common_steps:
         rule = "asynchronous training needs several processes, and --in-process has one"
         problems.append(
-            Problem("parallel.mode", rule, "async", "use sync, or leave --in-process out")
+            Problem(
+                "parallel.mode", rule, job.parallel.mode, "use sync, or leave --in-process out"
+            )
         )
     if job.batch_size_search is not None:
         rule = "probes of a batch-size search run in processes of their own"

@@ -11,7 +11,7 @@ from raytrain_opt.execution.resolve import Resolved
 from raytrain_opt.optim.epoch_steps import EpochSpan
 from raytrain_opt.pools.commands import MainTrain, StateRef
 from raytrain_opt.pools.protocol import MainTraining
-from raytrain_opt.recording.event_log import EventLog
+from raytrain_opt.recording.recorder import EventLog
 from raytrain_opt.recording.records import EpochRecord
 from raytrain_opt.results import Metric, Steps
 from raytrain_opt.search.early_stopping import lost_patience, reached_target
@@ -37,6 +37,7 @@ class TrainingLength:
 
     def __init__(self, resolved: Resolved, event_log: EventLog) -> None:
         self._job, self._steps, self._event_log = resolved.job, resolved.steps, event_log
+        self._length = resolved.length
         self._optimizers = resolved.learner.optimizers
         self._pace: Pace | None = None
         self._optimizer = 0  # that was measured
@@ -63,8 +64,8 @@ class TrainingLength:
         `lrs`: of all steps so far, the last `steps` of them in the next epoch. Raises JobError if
         the optimizer would change.
         """
-        epochs = self._job.epochs
-        if not self.records or epochs in (None, self.records[-1].epochs):
+        epochs = self._length.known_epochs
+        if not self.records or epochs in (0, self.records[-1].epochs):
             return
         before, latest = self.records[-1], history.latest
         name = str(self._optimizers[latest.next_optimizer if latest else 0].name)
@@ -83,7 +84,7 @@ class TrainingLength:
     @property
     def epochs(self) -> int:
         """The number of epochs, as planned now; 0 while that is unknown."""
-        return self._job.epochs or (self._span.epochs if self._span else 0)
+        return self._length.known_epochs or (self._span.epochs if self._span else 0)
 
     def fraction(self, epochs_done: float) -> float:
         """Return the part of the training that is done after this number of epochs."""
@@ -94,9 +95,9 @@ class TrainingLength:
 
         `measure` gets the number of an optimizer and seconds to use.
         """
-        time_s = self._job.train_for
-        if time_s is None:
+        if self._length.known_epochs:
             return history
+        time_s = self._length.seconds
         optimizer = history.latest.next_optimizer if history.latest else 0
         if self._pace is None or optimizer != self._optimizer:
             self._pace = measure(optimizer, min(_MEASURED_S, _MEASURED_FRACTION * time_s))
@@ -117,8 +118,8 @@ class TrainingLength:
 
     def is_last(self, epoch: int) -> bool:
         """Return whether the schedule ends with this epoch."""
-        if self._job.epochs is not None:
-            return epoch >= self._job.epochs
+        if self._length.known_epochs:
+            return epoch >= self._length.known_epochs
         return self._span is not None and self._span.epoch == epoch and self._span.is_last
 
     def after_epoch(self, record: EpochRecord) -> bool:

@@ -2,36 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from shlex import quote
 from shutil import copytree
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
+from ray import cloudpickle
 
-from raytrain_opt.cluster.autoscaling import plan_when_there_is_room
 from raytrain_opt.cluster.connection import check_address, ray_session, watch_preemption
 from raytrain_opt.cluster.ray_private import log_folder
-from raytrain_opt.cluster.resources import PoolPlan, PoolRequest
-from raytrain_opt.config.data import RayData
+from raytrain_opt.cluster.resources import PoolPlan, PoolRequest, plan_when_there_is_room
+from raytrain_opt.config.processes import TimeoutsSection
 from raytrain_opt.config.schema import Job
-from raytrain_opt.errors import DataError, JobError, PoolError, ResidentError, StorageError
+from raytrain_opt.errors import (
+    DataError,
+    JobError,
+    PoolError,
+    Problem,
+    ResidentError,
+    StorageError,
+)
 from raytrain_opt.execution.batch_size import search_batch_size
 from raytrain_opt.execution.check import ChooseThreads, check_job, try_job
 from raytrain_opt.execution.resolve import Facts, Placement, Resolved
+from raytrain_opt.execution.signals import StopRequest
 from raytrain_opt.execution.workspace import Frontend, Workspace
 from raytrain_opt.pools.launcher import environment
 from raytrain_opt.pools.protocol import Pools
-from raytrain_opt.search.factory import max_candidates
 from raytrain_opt.storage import join
 from raytrain_opt.threads import Cores, start_thread
+from raytrain_opt.train.learner_config import OBJECT_SECTIONS
 
 if TYPE_CHECKING:
     from raytrain_opt.data.factory import SharedData
+
+# Ray ends its processes within a second, and kills each kind that has not ended after ten.
+_RAY_END_S = 30.0
 
 
 @contextmanager
@@ -51,20 +63,32 @@ def open_on_ray(
     limits, terminal, stop = job.timeouts, frontend.terminal, frontend.stop
     with ExitStack() as stack:
         backend = RayBackend(job, frontend, address, resumed=resumed)
-        # Ray Datasets can be made only when Ray runs.
-        if not isinstance(job.data, RayData):
-            stack.callback(wait, [backend.start_reading()], limits.stop_s)
+        stack.callback(wait, [backend.start_reading()], limits.stop_s)
         backend.measure_cores()  # before Ray starts, which uses all cores for seconds
         terminal.phase("starting Ray")
         variables = environment(local=True, start_s=limits.start_s)
-        with stop.deferred(limits.start_s):  # half a Ray cannot be shut down
-            backend.owns_ray = stack.enter_context(
-                ray_session(address, verbose=verbose, environment=variables)
-            )
+        session = ray_session(address, verbose=verbose, environment=variables)
+        backend.owns_ray = stack.enter_context(_bounded(session, stop, limits))
         if not backend.owns_ray:
             stack.enter_context(watch_preemption(terminal.note))
         frontend.startup.mark("ray_connected_s")
         yield backend
+
+
+@contextmanager
+def _bounded(
+    session: AbstractContextManager[bool], stop: StopRequest, limits: TimeoutsSection
+) -> Iterator[bool]:
+    """Keep the session; bound how long its start or end may take after a signal."""
+    with ExitStack() as stack:
+        # Half a Ray cannot be shut down: its processes end with this one.
+        with stop.deferred(limits.start_s), stop.ended_within(limits.stop_s):
+            owns_ray = stack.enter_context(session)
+        try:
+            yield owns_ray
+        finally:
+            with stop.ended_within(_RAY_END_S + limits.stop_s):
+                stack.close()
 
 
 class RayBackend:
@@ -83,6 +107,7 @@ class RayBackend:
         self._job, self._frontend, self._resumed = job, frontend, resumed
         self._reading: Future[Facts] | None = None
         self._shared: SharedData = None  # until it is in Ray's object store
+        self._sections = b""  # that may hold the user's objects
         self._shared_refs: list[Any] | None = None
         self._cores: Cores | None = None
         self._choose_threads: ChooseThreads | None = None  # until the placement
@@ -101,6 +126,7 @@ class RayBackend:
         """Check the job, read its data, and import what the run needs next."""
         if problems := check_job(self._job):
             raise JobError(problems)
+        self._sections = _pickle_sections(self._job)
         facts, self._shared, self._choose_threads = try_job(self._job, resumed=self._resumed)
         import_module("raytrain_opt.execution.start")
         return facts
@@ -119,7 +145,7 @@ class RayBackend:
     def place(self, facts: Facts, *, search: bool = True) -> Placement:
         """Plan the pools when there is room; report where the plan differs from the job."""
         job, note = self._job, self._frontend.terminal.note
-        candidates = max_candidates(job) if search else 0
+        candidates = job.learning_rate.max_candidates if search else 0
         request = PoolRequest.from_job(job, candidates)
         self.plan = plan = plan_when_there_is_room(request, job.timeouts.start_s, note)
         for text in plan.notes:
@@ -127,7 +153,7 @@ class RayBackend:
         if plan.search_reason:
             where = f"{plan.slots} slots" if plan.slots else "all workers"
             note(f"candidates train on {where}: {plan.search_reason}")
-        if plan.workers > 1 and job.parallel.mode != "async" and facts.problems_of_several:
+        if plan.workers > 1 and job.parallel.common_steps and facts.problems_of_several:
             raise JobError(facts.problems_of_several)
         threads = job.workers.threads
         if self._cores is not None and self.owns_ray and not plan.use_gpu:
@@ -177,13 +203,65 @@ class RayBackend:
             yield pools
 
     def _share(self) -> list[Any]:
-        """Return the reference to the data that all processes share; keep no copy here.
+        """Return the reference to what all processes share; keep no copy here.
 
         In a list: Ray would fetch a bare one on the way.
         """
         if self._shared_refs is None:
-            self._shared_refs, self._shared = [ray.put(self._shared)], None
+            self._shared_refs = [ray.put((self._sections, self._shared))]
+            self._sections, self._shared = b"", None
         return self._shared_refs
+
+
+_pickle = cast("Callable[[object], bytes]", cloudpickle.dumps)
+
+
+def _pickle_sections(job: Job) -> bytes:
+    """Pickle what may hold objects of the user's own, for the processes that train.
+
+    As bytes: arrays in Ray's object store could not be written. Raises JobError that names the
+    attributes that cannot be sent.
+    """
+    sections = {name: getattr(job, name) for name in OBJECT_SECTIONS}
+    try:
+        return _pickle(sections)
+    except Exception as error:
+        problems = [
+            problem
+            for name, section in sections.items()
+            for problem in _unpicklable(name, getattr(section.name, "value", section.name), set())
+        ]
+        raise JobError(problems or [Problem("job", f"cannot be sent: {error}")]) from error
+
+
+def _unpicklable(path: str, value: Any, seen: set[int]) -> list[Problem]:
+    """Return the innermost attribute, item or variable of a function that cannot be pickled."""
+    try:
+        _pickle(value)
+        return []
+    except Exception as error:  # noqa: BLE001 - any, of the objects' own code
+        reason = str(error)
+    seen.add(id(value))
+    for name, part in _parts(value):
+        if id(part) not in seen and (problems := _unpicklable(f"{path}.{name}", part, seen)):
+            return problems
+    rule = f"cannot be sent to the workers: {reason}"
+    hint = "create it where it is used, for example at the first call, or leave it out of the "
+    hint += "object's state by __getstate__"
+    return [Problem(path, rule, type(value).__name__, hint)]
+
+
+def _parts(value: Any) -> list[tuple[str, Any]]:
+    if inspect.isfunction(value):
+        variables = inspect.getclosurevars(value)
+        return [*variables.nonlocals.items(), *variables.globals.items()]
+    items = enumerate(value) if isinstance(value, list | tuple) else ()
+    parts = [(str(index), part) for index, part in items]
+    for inner in (getattr(value, "_modules", {}), value, getattr(value, "__dict__", {})):
+        parts += inner.items() if isinstance(inner, Mapping) else ()
+    # A class of a script or notebook is sent with the object.
+    kind = type(value)
+    return [*parts, ("__class__", kind)] if kind.__module__ == "__main__" else parts
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from raytrain_opt.clock import Stopwatch, monotonic_s
 from raytrain_opt.config.updates import OptimizerSection
-from raytrain_opt.data.fingerprint import DataFingerprint
+from raytrain_opt.data.base import DataFingerprint
 from raytrain_opt.errors import CheckpointError
 from raytrain_opt.pools.commands import MainTrain
 from raytrain_opt.pools.protocol import TrainingOutcome

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from raytrain_opt.config.learning_rate import ReplayPolicy
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem
-from raytrain_opt.optim.epoch_steps import EpochSteps, epoch_steps
-from raytrain_opt.optim.scaling import scale_lr
-from raytrain_opt.search.factory import build_policy, max_candidates
+from raytrain_opt.optim.epoch_steps import EpochSteps, Length, epoch_steps, length_of
+from raytrain_opt.optim.schedules import scale_lr
+from raytrain_opt.search.factory import TaskFacts, build_policy
 from raytrain_opt.search.optimizer_race import is_too_costly
 from raytrain_opt.search.policy import Policy
 from raytrain_opt.train.learner_config import LearnerConfig
@@ -55,7 +55,7 @@ class Placement:
     @classmethod
     def from_job(cls, job: Job) -> Placement:
         """Return what the job asks for, with one worker if the cluster is to decide."""
-        return cls(job.workers.size, job.workers.threads, max_candidates(job))
+        return cls(job.workers.size, job.workers.threads, job.learning_rate.max_candidates)
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ class Resolved:
     job: Job
     info: DataInfo
     learner: LearnerConfig
+    length: Length
     steps: EpochSteps
     policy: Policy
     candidates: int
@@ -91,16 +92,17 @@ def resolve(job: Job, facts: Facts, placement: Placement, global_batch_size: int
             channel_norm=facts.channel_norm, embeddings=facts.embeddings, muon=note is None
         )
         chosen = job.model_copy(update={"optimizer": optimizer})
-    policy = build_policy(
-        chosen,
-        steps,
+    task = TaskFacts(
         channel_norm=facts.channel_norm,
         validation_size=facts.info.validation_size,
         step_flops=facts.search_flops * global_batch_size,
         class_counts=facts.info.class_counts,
     )
+    policy = build_policy(chosen, steps, task)
     learner = replace(learner, optimizers=chosen.optimizers)
-    return Resolved(job, facts.info, learner, steps, policy, placement.candidates, note)
+    return Resolved(
+        job, facts.info, learner, length_of(job), steps, policy, placement.candidates, note
+    )
 
 
 def settle(job: Job, placement: Placement, global_batch_size: int) -> Job:
@@ -113,7 +115,7 @@ def settle(job: Job, placement: Placement, global_batch_size: int) -> Job:
         lr = scaled_lr(job, global_batch_size)
         changes["learning_rate"] = policy.model_copy(update={"initial": lr, "scaling": None})
     workers: dict[str, object] = {}
-    if job.workers.count == "auto":
+    if not job.workers.is_given:
         workers["count"] = placement.workers
     if job.workers.threads is None:
         workers["threads"] = placement.threads
@@ -156,7 +158,7 @@ def _why_without_muon(job: Job, facts: Facts, steps: EpochSteps) -> str | None:
     if facts.muon_flops is None:
         return "Muon is left out: this model has complex parameters, which it cannot train"
     batch_flops = facts.sample_flops * job.global_batch_size
-    total_steps = math.inf if job.epochs is None else steps.first * job.epochs
+    total_steps = length_of(job).total_steps(steps)
     if not is_too_costly(facts.muon_flops, batch_flops, total_steps):
         return None
     return (

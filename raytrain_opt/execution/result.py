@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
 from raytrain_opt.clock import utc_now
+from raytrain_opt.config.section import is_function_name, is_instance
 from raytrain_opt.execution.callbacks import Callbacks
 from raytrain_opt.execution.checkpoint_writer import CheckpointWriter
 from raytrain_opt.execution.resolve import Resolved
 from raytrain_opt.execution.training_run import TrainingRun
 from raytrain_opt.execution.workspace import Workspace
 from raytrain_opt.pools.protocol import Pools
-from raytrain_opt.recording.event_log import EventLog
-from raytrain_opt.recording.recorder import Recorder, versions
+from raytrain_opt.recording.recorder import EventLog, Recorder, versions
 from raytrain_opt.recording.records import (
     EpochRecord,
     EpochResult,
@@ -28,11 +28,11 @@ from raytrain_opt.recording.records import (
     best_epoch,
 )
 from raytrain_opt.report import try_write_report
-from raytrain_opt.report.formatting import duration, percent, plain, rate
+from raytrain_opt.report.plots import duration, percent, plain, rate
 from raytrain_opt.results import Metric
-from raytrain_opt.search.noise_scale import summarize
+from raytrain_opt.search.noise_scale import pool_noise_scales
 from raytrain_opt.storage import join, write_text
-from raytrain_opt.terminal.progress import print_summary
+from raytrain_opt.terminal import print_summary
 from raytrain_opt.train.trained_model import model_metadata
 from raytrain_opt.user_code import exits_as_errors
 
@@ -45,9 +45,9 @@ class RunResult:
     test_metric: float | None  # the one that decides (accuracy, 0..1); None: not evaluated
     best_test_metric: float | None
     best_epoch: int | None
-    lrs: tuple[float, ...]  # of every step
+    lrs: tuple[float, ...] = field(repr=False)  # of every step
     wall_s: float
-    summary: dict[str, Any]  # the content of result.json
+    summary: dict[str, Any] = field(repr=False)  # the content of result.json
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def open_training_run(
     recorder = Recorder(paths)
     event_log = EventLog(recorder, workspace.terminal.note, workspace.startup.began_s)
     writer = CheckpointWriter(checkpoints, paths, event_log, job.timeouts.no_progress_s)
-    callbacks = Callbacks(job, paths, event_log, pools.observers)
+    callbacks = Callbacks(job, paths, event_log)
     run = TrainingRun(resolved, pools, workspace, recorder, writer, event_log, callbacks)
     if resolved.note is not None and run.checkpoints.latest is None:
         run.event_log.log("optimizer", 1, resolved.note)
@@ -111,6 +111,7 @@ def finish(run: TrainingRun) -> RunResult:
 def _result(run: TrainingRun, epochs: Sequence[EpochRecord]) -> ResultRecord:
     best = best_epoch(epochs)
     progress = run.progress
+    noise = [e.noise_scale for e in epochs if e.noise_scale is not None]
     return ResultRecord(
         finished_utc=utc_now(),
         job=run.job.name,
@@ -130,7 +131,7 @@ def _result(run: TrainingRun, epochs: Sequence[EpochRecord]) -> ResultRecord:
         time_to_first_step_s=run.startup.marks_s.get("first_step_s"),
         startup_s=dict(run.startup.marks_s),
         parallel=progress.parallel,
-        noise_scale=summarize([e.noise_scale for e in epochs if e.noise_scale is not None]),
+        noise_scale=pool_noise_scales(noise) if noise else None,
         restarts={pool.name: pool.restarts() for pool in run.backend.pools},
         versions=versions(),
         hardware=_hardware(run),
@@ -177,11 +178,24 @@ def _facts(run: TrainingRun, record: ResultRecord, report: str) -> list[tuple[st
     ]
     if checkpoint is not None:
         facts.append(("checkpoint", join(run_dir, f"checkpoints/{checkpoint.folder}")))
-        preprocessing = run.info.preprocessing
-        is_image = preprocessing is not None and preprocessing.is_image
-        use = "predict {} IMAGE..." if is_image else "export {} --format torch_export"
-        facts.append(("next", f"raytrain-opt {use.format(quote(run_dir))}"))
+        best = record.best and f"checkpoints/epoch-{record.best.epoch:04}"
+        if best and (run.paths.local / best).is_dir() and not best.endswith(checkpoint.folder):
+            facts.append(("its best", join(run_dir, best)))
+        facts += zip(("next", ""), _next_commands(run, run_dir), strict=False)
     return facts
+
+
+def _next_commands(run: TrainingRun, run_dir: str) -> list[str]:
+    """Return what can be done with the network of the run."""
+    name, task, preprocessing = run.job.model.name, run.job.task, run.info.preprocessing
+    if is_instance(name):
+        return [f"load_model({run_dir!r}, model=…) in Python"]
+    if not task.is_classification:
+        return [f"load_model({run_dir!r}, trust=True) in Python"]
+    arguments = f"{quote(run_dir)}{' --trust' if is_function_name(name) else ''}"
+    is_image = preprocessing is not None and preprocessing.is_image
+    predict = [f"raytrain-opt predict {arguments} IMAGE..."] if is_image else []
+    return [*predict, f"raytrain-opt export {arguments} --format onnx"]
 
 
 def _best_epoch(record: ResultRecord) -> str:

@@ -11,9 +11,9 @@ from typing import Any
 
 from raytrain_opt import storage
 from raytrain_opt.config.error_messages import shown
-from raytrain_opt.config.functions import refuse_functions
-from raytrain_opt.config.load import flatten, parse_job, plain_job
+from raytrain_opt.config.load import flatten, parse_job, plain_job, refuse_functions
 from raytrain_opt.config.schema import Job
+from raytrain_opt.config.section import is_instance
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.execution.resolve import Placement, settle
 from raytrain_opt.paths import check_run, newest_unfinished
@@ -37,8 +37,7 @@ def load_run_job(run_dir: str, overrides: Sequence[str], *, trust: bool) -> Job:
     """
     check_run(run_dir)
     job = _read_job(run_dir, overrides)
-    if not trust:
-        refuse_functions(job.functions, run_dir)
+    refuse_functions([(f, n) for f, n in job.functions if not trust or is_instance(n)], run_dir)
     return job
 
 
@@ -135,9 +134,10 @@ def _check_length(job: Job, epochs: int, run_dir: str, *, plans_epochs: bool) ->
 
 def resume_command(run_dir: str, job: Job, options: str = "") -> str:
     """Return the command, with further `options`, or the call that resumes the run of the job."""
-    if any(getattr(f, "__module__", f) == "__main__" for _, f in job.functions):
+    own = [function for _, function in job.functions]
+    if any(is_instance(f) or getattr(f, "__module__", f) == "__main__" for f in own):
         in_process = ", in_process=True" if options == "--in-process" else ""
-        return f"run(job, resume={run_dir!r}{in_process}) in the script that defines its functions"
+        return f"run(job, resume={run_dir!r}{in_process}) in the script that made the job"
     # Quoted for a shell: options of a URI contain &.
     words = ["raytrain-opt run --resume", quote(run_dir), "--trust" if job.functions else ""]
     return " ".join(filter(None, [*words, options]))

@@ -17,6 +17,7 @@ from raytrain_opt.user_code import LOADER_SIGNAL, Stalled, exits_as_errors
 
 # 128 + the number of the signal, as in a shell.
 EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
+_STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 # `timeout`, Slurm and terminals send a signal to a process and to its group, which holds it too.
 _SAME_SIGNAL_S = 1.0
 # For a loader process that hangs to say where, before this process only says that it waits.
@@ -65,6 +66,45 @@ class StopRequest:
             raise self.error
 
     @contextmanager
+    def ended_within(self, limit_s: float) -> Iterator[None]:
+        """End this process if the block has not ended `limit_s` seconds after a signal.
+
+        For code in C++ that may wait: Python's handlers run in the main thread after it only.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        ended = threading.Event()
+        watch = threading.Thread(target=self._end, args=(reader, ended, limit_s), daemon=True)
+        watch.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            signal.set_wakeup_fd(previous)
+            os.write(writer, b"\0")
+            watch.join()
+            os.close(reader)
+            os.close(writer)
+
+    def _end(self, reader: int, ended: threading.Event, limit_s: float) -> None:
+        """Read numbers of signals from the pipe, 0 at the end of the block."""
+        error = self.error
+        while error is None:
+            [number] = os.read(reader, 1)
+            if not number:
+                return
+            if number in _STOPPING:
+                error = _to_error(number)
+        if not ended.wait(limit_s):
+            text = f"Ray did not answer for {limit_s:g} s; {self.describe(error)}"
+            print(text, file=sys.stderr, flush=True)
+            os._exit(0 if self.finished else exit_code(error))
+
+    @contextmanager
     def raised(self) -> Iterator[None]:
         """Let the error leave the block as it was made, where Ray raises one of its own."""
         try:
@@ -73,6 +113,11 @@ class StopRequest:
             if self.error is not None and not isinstance(error, Stalled):
                 raise self.error from None
             raise
+
+    def describe(self, error: KeyboardInterrupt) -> str:
+        """Return which signal ended the run, and what of it is saved."""
+        cause = "terminated" if isinstance(error, Terminated) else "interrupted"
+        return f"{cause}; {self.advice() if self.advice else 'no training had begun'}"
 
     def progress(self, more_s: float = 0.0) -> None:
         """Begin the limit of `limit_silence` anew; `more_s`: of a wait with a limit of its own."""
@@ -126,6 +171,15 @@ class StopRequest:
             raise Stalled(frame, self._progress_s)
 
 
+def _to_error(number: int) -> KeyboardInterrupt:
+    return KeyboardInterrupt() if number == signal.SIGINT else Terminated()
+
+
+def exit_code(error: KeyboardInterrupt) -> int:
+    """Return the exit code of a process that a signal ended."""
+    return EXIT_TERMINATED if isinstance(error, Terminated) else EXIT_INTERRUPTED
+
+
 @contextmanager
 def stop_on_signals(note: Callable[[str], None] = lambda _: None) -> Iterator[StopRequest]:
     """Raise Terminated at SIGTERM and SIGHUP, KeyboardInterrupt at Ctrl-C, in the main thread.
@@ -137,8 +191,7 @@ def stop_on_signals(note: Callable[[str], None] = lambda _: None) -> Iterator[St
         with exits_as_errors(), _handlers(stop), stop.raised():
             yield stop
     except KeyboardInterrupt as error:
-        cause = "terminated" if isinstance(error, Terminated) else "interrupted"
-        note(f"{cause}; {stop.advice() if stop.advice else 'no training had begun'}")
+        note(stop.describe(error))
         raise
     except Exception as error:
         if stop.advice is not None and not isinstance(error, _NOT_RESUMED):
@@ -161,19 +214,16 @@ def _handlers(stop: StopRequest) -> Iterator[None]:
     first_s: list[float] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
-        is_ctrl_c = number == signal.SIGINT
         if number == signal.SIGALRM:
             stop.raise_overdue(frame)
         elif not first_s:
             first_s.append(monotonic_s())
             if not stop.finished:
-                stop.make(KeyboardInterrupt() if is_ctrl_c else Terminated())
+                stop.make(_to_error(number))
         elif monotonic_s() - first_s[0] > _SAME_SIGNAL_S:
-            code = EXIT_INTERRUPTED if is_ctrl_c else EXIT_TERMINATED
-            os._exit(0 if stop.finished else code)
+            os._exit(0 if stop.finished else exit_code(_to_error(number)))
 
-    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGALRM)
-    handlers = {number: signal.getsignal(number) for number in numbers}
+    handlers = {number: signal.getsignal(number) for number in (*_STOPPING, signal.SIGALRM)}
     # A shell's background job ignores Ctrl-C, and `nohup` the end of its terminal.
     previous = {n: handler for n, handler in handlers.items() if handler is not signal.SIG_IGN}
     for number in previous:

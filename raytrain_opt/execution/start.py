@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.util.metrics import Gauge
 
 from raytrain_opt.async_training.actors import (
     AsynchronousWorkers,
@@ -29,21 +28,12 @@ from raytrain_opt.pools.programs import ResidentConfig, SynchronousWorkers
 from raytrain_opt.pools.protocol import Pools, SynchronousTraining
 from raytrain_opt.pools.ray_pool import ProbingSlot, RayPool, running
 from raytrain_opt.pools.state_store import RayStateStore
-from raytrain_opt.recording.records import EpochRecord
-from raytrain_opt.train.learner_config import LearnerConfig
+from raytrain_opt.train.learner_config import OBJECT_SECTIONS, LearnerConfig
 
 # Seconds for the pools to leave a Ray that we started: it is shut down anyway.
 _OWN_RAY_STOP_S = 1.0
 # A look for room between two epochs: Ray places a group within milliseconds, if at all.
 _LOOK_S = 2.0
-# Field of an epoch, and what the gauge of Ray's metrics shows. Ray puts "ray_" before the names.
-_GAUGES = {
-    "epoch": "Finished epochs.",
-    "train_loss": "Mean training loss of the last epoch.",
-    "test_metric": "The test metric that decides, such as the accuracy, 0..1.",
-    "lr": "Learning rate of the last step.",
-    "samples_per_s": "Samples per second of the last epoch, all workers together.",
-}
 
 
 def start_launcher(*, local: bool, start_s: float, import_all: bool) -> Any:
@@ -108,7 +98,9 @@ def prober_config(
     if plan.use_gpu:
         resources["GPU"] = max(1.0, resources["GPU"])
     return ResidentConfig(
-        learner=replace(LearnerConfig.from_job(job), worker_count=placement.workers),
+        learner=replace(
+            LearnerConfig.from_job(job).named(*OBJECT_SECTIONS), worker_count=placement.workers
+        ),
         candidate_batch=None,
         plan=replace(
             plan, slots=1, slot_resources=resources, slots_per_node=plan.workers_per_node
@@ -129,7 +121,7 @@ def start_pools(
 ) -> Iterator[Pools]:
     """Start both pools, and the parameter server of an asynchronous job; end them afterwards.
 
-    `shared`: the reference to the data that all processes share.
+    `shared`: the reference to the data and objects that all processes share.
     """
     job = resolved.job
     # Starting a process costs ten seconds of CPU, most of it imports. With too few cores the slots
@@ -137,7 +129,8 @@ def start_pools(
     cores = sum(node.get("CPU", 0.0) for node in total_resources())
     oversubscribed = cores < plan.slots + plan.workers
     stop_s = _OWN_RAY_STOP_S if owns_ray else job.timeouts.stop_s
-    with parameter_server(resolved.learner, resolved.info, job.max_restarts) as server:
+    network = resolved.learner.named("data", "task", "loss")
+    with parameter_server(network, resolved.info, job.max_restarts) as server:
         launcher = start_launcher(
             local=owns_ray, start_s=job.timeouts.start_s, import_all=not oversubscribed
         )
@@ -159,7 +152,6 @@ def start_pools(
                 plan.use_gpu,
                 total_resources,
                 plan.search_reason,
-                observers=(RayMetrics(workspace.paths.run_id),),
             )
 
 
@@ -205,7 +197,7 @@ def _resident_config(
     """Return the settings of workers and slots."""
     job = resolved.job
     return ResidentConfig(
-        learner=resolved.learner,
+        learner=resolved.learner.named(*OBJECT_SECTIONS),
         candidate_batch=job.learning_rate.candidate_batch,
         plan=plan,
         min_workers=job.workers.min_workers,
@@ -217,21 +209,3 @@ def _resident_config(
         ray_storage_path=workspace.paths.ray_storage,
         workers=SynchronousWorkers() if server is None else AsynchronousWorkers(server),
     )
-
-
-class RayMetrics:
-    """Sets gauges of Ray raytrain_opt_NAME, for dashboards, tagged `run`, after each epoch."""
-
-    def __init__(self, run_id: str) -> None:
-        self._gauges = {
-            name: Gauge(f"raytrain_opt_{name}", text, tag_keys=("run",)).set_default_tags(
-                {"run": run_id}
-            )
-            for name, text in _GAUGES.items()
-        }
-
-    def on_epoch(self, record: EpochRecord) -> None:
-        for name, gauge in self._gauges.items():
-            value = getattr(record, name)
-            if value is not None:
-                gauge.set(value)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from raytrain_opt.clock import monotonic_s
-from raytrain_opt.data.fingerprint import DataFingerprint
+from raytrain_opt.data.base import DataFingerprint
 from raytrain_opt.errors import DivergedError, PoolError
 from raytrain_opt.execution.callbacks import Callbacks
 from raytrain_opt.execution.checkpoint_writer import CheckpointWriter
@@ -27,9 +27,8 @@ from raytrain_opt.pools.protocol import (
     fetch_candidate_state,
     fetch_initial_state,
 )
-from raytrain_opt.recording.event_log import EventLog
 from raytrain_opt.recording.predictions import PredictionsRecord
-from raytrain_opt.recording.recorder import Recorder
+from raytrain_opt.recording.recorder import EventLog, Recorder
 from raytrain_opt.recording.records import RoundRecord
 from raytrain_opt.results import EvalTotals, Split
 from raytrain_opt.search.policy import (
@@ -188,8 +187,8 @@ class TrainingRun:
                 text = f"epoch {action.epoch}: {action.overfitting}"
                 self.event_log.log("overfitting", action.epoch, text)
         # Asynchronous workers have no common step to stop at: they are interrupted.
-        is_sync = self.job.parallel.mode != "async"
-        with self.stop.deferred(self.job.timeouts.stop_s) if is_sync else nullcontext():
+        has_steps = self.job.parallel.common_steps
+        with self.stop.deferred(self.job.timeouts.stop_s) if has_steps else nullcontext():
             state = self._train_steps_left(state, action)
             if self.stop.error is not None:
                 self._save_step(state)
@@ -211,7 +210,7 @@ class TrainingRun:
 
     def _losses(self, state: StateRef, action: TrainEpoch) -> EpochLosses:
         """Score the validation split where the policy asks for it or a plateau follows it."""
-        follows_metric = getattr(self.job.learning_rate, "plateau_on", "") == "val_metric"
+        follows_metric = self.job.learning_rate.follows_metric
         if not (follows_metric or action.scores):
             return EpochLosses(self._epoch.train_loss)
         scored = self._score(state, "validation")
@@ -404,7 +403,7 @@ class TrainingRun:
             return
         lrs, latest = self._epoch.steps.lrs, self.checkpoints.latest
         advice = "Lower learning_rate.initial or add a warm-up (learning_rate.warmup)."
-        if self.job.learning_rate.policy == "stpt_horizon":
+        if self.job.learning_rate.searches_first:
             advice = "Give a lower rate: learning_rate.policy: schedule, with initial and warmup."
         kept = f"the last checkpoint is after {latest.reached}" if latest else "no checkpoint yet"
         raise DivergedError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raytrain_opt.pools.protocol import Pool
-from raytrain_opt.recording.event_log import EventLog
+from raytrain_opt.recording.recorder import EventLog
 from raytrain_opt.search.policy import Candidate, TryCandidates
 
 

@@ -24,11 +24,10 @@ from raytrain_opt.execution.resume import check_edited_job, resume_command
 from raytrain_opt.execution.signals import StopRequest, stop_on_signals
 from raytrain_opt.paths import RunPaths, find_runs
 from raytrain_opt.recording.recorder import check_records
-from raytrain_opt.remote.log_markers import announce_run_dir
-from raytrain_opt.remote.run_copy import INDEX, RAY_FOLDER
+from raytrain_opt.remote import INDEX, RAY_FOLDER
 from raytrain_opt.storage import is_remote, open_plain, remove_tree, write_text
 from raytrain_opt.temporary import remove_abandoned
-from raytrain_opt.terminal.progress import Terminal, open_terminal
+from raytrain_opt.terminal import Terminal, open_terminal
 from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
 
 _LOCK = ".lock"
@@ -104,7 +103,6 @@ def open_workspace(
             )
         for note in (*notes, *(info.notes if info else ())):
             terminal.note(note)
-        announce_run_dir(paths.shown)
         stop.advice = partial(how_to_resume, paths, job, options)
 
         write_job = partial(_write_job, paths, job, resume)

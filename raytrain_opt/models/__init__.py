@@ -1,14 +1,12 @@
 """Networks by name: the package's small-image models, torchvision's, and the user's function.
 
 Start with `factory`: `check_model` finds wrong names and arguments of a job without building
-anything, `build_model` constructs its network. `registry` lists the names;
-`dry_run` passes two samples through a built model. `resnet`, `vgg` and `small_cnn` define the
-built-in models, `init` their initialization. May import config, errors and random_state;
-torchvision is imported when a name is not built in.
+anything, `build_model` constructs its network. `networks` has the built-in ones and all names;
+`check_output` passes two samples through a built model. May import config, errors and
+random_state; torchvision is imported when a name is not built in.
 """
 
-from raytrain_opt.models.dry_run import check_output
-from raytrain_opt.models.factory import build_model, check_model
-from raytrain_opt.models.registry import model_names, torchvision_names
+from raytrain_opt.models.factory import build_model, check_model, check_output
+from raytrain_opt.models.networks import model_names, torchvision_names
 
 __all__ = ["build_model", "check_model", "check_output", "model_names", "torchvision_names"]

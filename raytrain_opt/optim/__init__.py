@@ -1,15 +1,15 @@
 """Optimizers, schedules and scaling rules, each usable on its own in any training loop.
 
     from raytrain_opt.optim import LARS
-    from raytrain_opt.optim.parameter_groups import parameter_groups
+    from raytrain_opt.optim.factory import parameter_groups
 
     groups = parameter_groups(model, exclude_bias_and_norm=True)
     optimizer = LARS(groups, lr=10.0, weight_decay=5e-5)
 
-Start with `schedules` (learning rates as functions of the step), `scaling` (rates for another
-batch size) and `epoch_steps` (updates of each epoch), which are free of torch; then `lars`,
-`muon`, `rmsprop_warmup`, `averaging`, `parameter_groups` and `lr_scheduler`. `factory` builds what
-the `optimizer` section of a job names. May import config and errors.
+Start with `schedules` (learning rates as functions of the step, and for another batch size) and
+`epoch_steps` (updates of each epoch), which are free of torch; then `large_batch` (LARS,
+RMSpropWarmup), `muon` and `averaging`. `factory` builds what the `optimizer` section of a job
+names, with its parameter groups. May import config and errors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from raytrain_opt.optim.scaling import scale_lr
 from raytrain_opt.optim.schedules import (
     ArcCotangent,
     Constant,
@@ -26,13 +25,13 @@ from raytrain_opt.optim.schedules import (
     MultiStep,
     Polynomial,
     Warmup,
+    scale_lr,
 )
 
 if TYPE_CHECKING:
-    from raytrain_opt.optim.lars import LARS
-    from raytrain_opt.optim.lr_scheduler import ScheduledLR
+    from raytrain_opt.optim.factory import ScheduledLR
+    from raytrain_opt.optim.large_batch import LARS, RMSpropWarmup
     from raytrain_opt.optim.muon import Muon
-    from raytrain_opt.optim.rmsprop_warmup import RMSpropWarmup
 
 __all__ = [
     "LARS",
@@ -52,10 +51,10 @@ __all__ = [
 # Imported on first use: these need torch, which takes seconds to import, while `search` and the
 # command line import schedules and steps from this package without it.
 _NEED_TORCH = {
-    "LARS": "lars",
+    "LARS": "large_batch",
     "Muon": "muon",
-    "RMSpropWarmup": "rmsprop_warmup",
-    "ScheduledLR": "lr_scheduler",
+    "RMSpropWarmup": "large_batch",
+    "ScheduledLR": "factory",
 }
 
 

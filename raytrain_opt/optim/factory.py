@@ -1,26 +1,101 @@
-"""Build optimizers by name. Their rate is the policy's: the loop sets it with `set_lr`."""
+"""Build optimizers and parameter groups by name. The loop sets the rate with `set_lr`.
+
+The few values of biases and normalization layers set scales and offsets. Weight decay, which pulls
+them to zero, or a trust ratio, which moves them in proportion to their norm, costs accuracy at
+large batch sizes: Goyal et al. 2017 (arXiv 1706.02677); You, Gitman and Ginsburg 2017
+(arXiv 1708.03888). `Muon` orthogonalizes matrices, which these are not; nor are embeddings, of
+which a batch uses some rows only. Every group can have a rate of its own: a schedule's rate times
+the group's `lr_multiplier` (`scaled_lr`).
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from schedulefree import AdamWScheduleFree, SGDScheduleFree
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from raytrain_opt.config.error_messages import nearest
-from raytrain_opt.config.functions import resolve_function
+from raytrain_opt.config.load import resolve_function
 from raytrain_opt.config.section import is_function_name
 from raytrain_opt.config.updates import MomentumWarmup, OptimizerSection
 from raytrain_opt.errors import JobError, Problem, listed
-from raytrain_opt.optim.lars import LARS, has_fused_kernels
+from raytrain_opt.optim.large_batch import LARS, RMSpropWarmup, has_fused_kernels
 from raytrain_opt.optim.muon import Muon
-from raytrain_opt.optim.parameter_groups import parameter_groups, scaled_lr
-from raytrain_opt.optim.rmsprop_warmup import RMSpropWarmup
+from raytrain_opt.optim.schedules import Schedule
+
+_NORMALIZATION = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+EMBEDDING = (nn.Embedding, nn.EmbeddingBag)
+
+
+def scaled_lr(group: Mapping[str, Any], lr: float) -> float:
+    """Return the rate of a parameter group when a schedule's rate is `lr`."""
+    return lr * float(group.get("lr_multiplier", 1.0))
+
+
+def parameter_groups(
+    model: nn.Module,
+    *,
+    exclude_bias_and_norm: bool,
+    lr_multipliers: Mapping[str, float] | None = None,
+    use_muon: bool = False,
+    aux_parameters: Sequence[str] = (),
+) -> list[dict[str, Any]]:
+    """Return all parameters of `model` in groups for an optimizer, shared ones once.
+
+    With `exclude_bias_and_norm`, all parameters of normalization layers and those of fewer than
+    two dimensions get `weight_decay` 0 and `adapt` False (which `LARS` reads and other optimizers
+    ignore); their groups come last. `lr_multipliers`: factors of the rate, by patterns of
+    parameter names (`fc.*`); the first that matches counts. With `use_muon`, a group's `use_muon`
+    says whether its parameters are matrices of at least two rows and columns, without those of
+    embeddings and normalization layers, and without those whose names match `aux_parameters`.
+
+    Raises ValueError for a pattern that matches no parameter.
+    """
+    multipliers = lr_multipliers or {}
+    _check_patterns([*multipliers, *aux_parameters], model)
+    in_norm = _parameters_of(model, _NORMALIZATION)
+    in_embedding = _parameters_of(model, EMBEDDING)
+    groups: dict[tuple[tuple[str, Any], ...], list[nn.Parameter]] = {}
+    for name, param in model.named_parameters():
+        settings: dict[str, Any] = {}
+        if exclude_bias_and_norm and (param.dim() < 2 or id(param) in in_norm):
+            settings |= {"weight_decay": 0.0, "adapt": False}
+        if use_muon:
+            settings["use_muon"] = (
+                param.dim() >= 2
+                and min(len(param), param[0].numel()) >= 2
+                and id(param) not in in_norm | in_embedding
+                and not any(fnmatchcase(name, pattern) for pattern in aux_parameters)
+            )
+        factors = [f for pattern, f in multipliers.items() if fnmatchcase(name, pattern)]
+        if factors:
+            settings["lr_multiplier"] = factors[0]
+        groups.setdefault(tuple(settings.items()), []).append(param)
+    excluded_last = sorted(groups.items(), key=lambda item: ("adapt", False) in item[0])
+    return [{"params": params, **dict(settings)} for settings, params in excluded_last]
+
+
+def _parameters_of(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> set[int]:
+    modules = (module for module in model.modules() if isinstance(module, kinds))
+    return {id(param) for module in modules for param in module.parameters(recurse=False)}
+
+
+def _check_patterns(patterns: Sequence[str], model: nn.Module) -> None:
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            some = ", ".join(names[:3])
+            raise ValueError(f"{pattern!r} matches no parameter of this model ({some}, ...)")
+
 
 _CLASSES: dict[str, Any] = {
     **{
@@ -121,7 +196,7 @@ def group_parameters(section: OptimizerSection, model: nn.Module) -> list[dict[s
             model,
             exclude_bias_and_norm=section.excludes_bias_and_norm,
             lr_multipliers=section.lr_multipliers,
-            use_muon=section.name == "Muon",
+            use_muon=section.traits.second_rule,
             aux_parameters=section.aux_parameters,
         )
     except ValueError as error:
@@ -239,19 +314,12 @@ def _can_be_fused(optimizer_class: type[Optimizer], parameter: Tensor) -> bool:
     """Return whether torch's fused kernels, which ignore strides, can update a parameter.
 
     Autograd gives the gradient the parameter's strides only if its elements fill their memory.
-    Adagrad's kernels exist on CPU only with some versions of torch, 2.11 among them.
+    Some versions of torch, 2.11 among them, refuse Adagrad's on GPUs.
     """
     is_dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
     if not (is_dense and parameter.is_floating_point() and has_fused_kernels(parameter)):
         return False
-    return optimizer_class is not torch.optim.Adagrad or has_fused_adagrad(parameter.device.type)
-
-
-def has_fused_adagrad(device_type: str) -> bool:
-    """Return whether this version of torch has fused kernels of Adagrad for a device."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(
-        "aten::_fused_adagrad_", device_type.upper()
-    )
+    return optimizer_class is not torch.optim.Adagrad or parameter.device.type == "cpu"
 
 
 def _check_arguments(optimizer_class: type[Optimizer], args: dict[str, Any]) -> list[Problem]:
@@ -315,3 +383,28 @@ def _rejection(optimizer_class: Any, args: dict[str, Any]) -> str | None:
             messages.append(str(error) or type(error).__name__)
     # A class of the user's that requires an argument rejects no arguments for that reason.
     return None if messages[1] in (messages[0], _NO_PARAMETERS) else messages[1]
+
+
+class ScheduledLR(LRScheduler):
+    """Set the rate of every parameter group by a schedule; call `step` after each update.
+
+        schedule = Warmup(0.005, 0.1, 500, "linear", Cosine(0.1, 0.0, 9500), origin=500)
+        scheduler = ScheduledLR(optimizer, schedule)
+
+    The rates that the groups had before are ignored. A rate that is a tensor is filled in place.
+    `state_dict` holds the step but not the schedule: construct the scheduler with it again. As
+    with torch's schedulers, the current rate is restored by the optimizer's `state_dict`.
+    """
+
+    def __init__(self, optimizer: Optimizer, schedule: Schedule) -> None:
+        self.schedule = schedule
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """Return the rate of each parameter group at this step; see `parameter_groups`."""
+        lr = self.schedule.lr(self.last_epoch)
+        return [scaled_lr(group, lr) for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state without the schedule, which may hold a function that torch rejects."""
+        return {key: value for key, value in super().state_dict().items() if key != "schedule"}

@@ -25,9 +25,9 @@ from raytrain_opt.pools.commands import (
 from raytrain_opt.pools.protocol import States
 from raytrain_opt.results import EvalTotals, Steps, TrainTotals
 from raytrain_opt.search.policy import Candidate, CandidateResult, TryCandidates
-from raytrain_opt.train.data_parallel import sum_over_ranks
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.micro_batches import MicroBatches
+from raytrain_opt.train.phase import lone_failure
 from raytrain_opt.train.state import TrainingState
 
 # Of the rate of a candidate that shows whether an exception depends on the rate.
@@ -50,6 +50,12 @@ class LearnerHandler:
             raise
         finally:
             self.learner.release_memory()
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why a command that hangs may wait for others in vain: what made its phase fail."""
+        failure = self.learner.failure
+        return None if failure is None else lone_failure(failure)
 
     def close(self) -> None:
         """End loader processes."""
@@ -174,7 +180,7 @@ class CandidateTrainer(LearnerHandler):
         learner, slot = self.learner, self.index if self._alone else -1
         trained = self._train(plan, candidate, on_step)
         part = learner.evaluate("validation", self._rank, self.world_size)
-        scored = sum_over_ranks(part, learner.device)
+        scored = learner.add_ranks(part)
         return CandidateResult.of(candidate, trained, scored, slot)
 
     def _train(

@@ -31,7 +31,7 @@ from raytrain_opt.pools.commands import (
 from raytrain_opt.pools.protocol import OnWait, Pools, SynchronousTraining
 from raytrain_opt.pools.worker import Slot, Worker
 from raytrain_opt.random_state import preserve_random_state
-from raytrain_opt.recording.spans import Event, Span
+from raytrain_opt.recording.records import Event, Span
 from raytrain_opt.threads import available_cores
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig

@@ -37,7 +37,7 @@ from raytrain_opt.pools.commands import (
     Resident,
     Sender,
 )
-from raytrain_opt.recording.spans import Event, Span
+from raytrain_opt.recording.records import Event, Span
 
 # Residents of a pool of which every command is recorded. Of the others, only the one that took
 # longest: the records of a run must not grow with its workers.
@@ -254,12 +254,12 @@ class PoolState:
 class Mailbox:
     """Commands out, replies in. All methods are asynchronous, and none blocks another.
 
-    `shared_data`: a list of the reference to the in-memory data set. Ray would fetch a bare one.
+    `shared`: a list of the reference to what residents share. Ray would fetch a bare one.
     """
 
-    def __init__(self, shared_data: list[Any] | None = None) -> None:
+    def __init__(self, shared: list[Any] | None = None) -> None:
         self._pools: dict[str, PoolState] = defaultdict(PoolState)
-        self._shared_data = shared_data
+        self._shared = shared
 
     def _board(self, pool: str) -> CommandBoard:
         return self._pools[pool].board
@@ -332,9 +332,9 @@ class Mailbox:
         if reply.failed:
             board.failed.add(index)
 
-    async def shared_data(self) -> list[Any] | None:
+    async def shared(self) -> list[Any] | None:
         """Return where the in-memory data set is."""
-        return self._shared_data
+        return self._shared
 
     # Called by the driver.
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import ray
+from ray import cloudpickle
 
 from raytrain_opt.cluster.resources import PoolPlan
 from raytrain_opt.config.learning_rate import CandidateBatch
@@ -92,7 +93,7 @@ class SynchronousWorkers:
             return distribute(model, section)
 
         torch.set_num_threads(compute_threads(config.threads, context.get_local_world_size()))
-        learner = Learner(config.learner, config.fetch_shared_data(), device, join)
+        learner = Learner(*config.fetch_inputs(), device, join)
         rank, world_size = context.get_world_rank(), context.get_world_size()
         store = GroupObjectStore(group)
         return Worker(learner, rank, world_size, connection.result(), store)
@@ -111,7 +112,7 @@ def make_training_slot(config: ResidentConfig, index: int) -> Handler:
     cores = None if config.threads is None else config.threads * plan.workers_per_node
     torch.set_num_threads(compute_threads(None, plan.slots_per_node, cores))
     device = torch.device("cuda" if config.plan.use_gpu else "cpu")
-    learner = Learner(config.learner, config.fetch_shared_data(), device)
+    learner = Learner(*config.fetch_inputs(), device)
     return Slot(learner, index, ObjectStore(), config.candidate_batch)
 
 
@@ -137,7 +138,11 @@ class ResidentConfig:
         """Seconds that a resident may take to leave when its pool is closed."""
         return self.timeouts.stop_s / 2
 
-    def fetch_shared_data(self) -> SharedData:
-        """Return the in-memory data set, if the job has one, shared with the node's processes."""
-        [ref] = ray.get(self.mailbox.shared_data.remote())
-        return cast("SharedData", ray.get(ref))
+    def fetch_inputs(self) -> tuple[LearnerConfig, SharedData]:
+        """Return the settings with the user's objects, and the data that a node's processes share.
+
+        The configuration itself, which Ray copies and Ray Tune writes to disk, has only names.
+        """
+        [ref] = ray.get(self.mailbox.shared.remote())
+        sections, shared = ray.get(ref)
+        return replace(self.learner, **cloudpickle.loads(sections)), cast("SharedData", shared)

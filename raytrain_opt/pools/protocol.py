@@ -18,8 +18,7 @@ from raytrain_opt.pools.commands import (
     SendInitialState,
     StateRef,
 )
-from raytrain_opt.recording.records import StalenessRecord
-from raytrain_opt.recording.spans import Event, Span
+from raytrain_opt.recording.records import Event, Span, StalenessRecord
 from raytrain_opt.results import EvalTotals, Predictions, Probe, Split, TrainTotals
 from raytrain_opt.search.policy import CandidateResult, TryCandidates
 
@@ -196,7 +195,6 @@ class Pools:
     use_gpu: bool
     node_resources: Callable[[], list[dict[str, float]]]
     search_reason: str = ""  # where it was chosen
-    observers: Sequence[object] = ()  # further callbacks of the run
 
     @property
     def search(self) -> tuple[Literal["slots", "workers"], str]:

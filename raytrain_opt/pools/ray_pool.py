@@ -33,7 +33,7 @@ from raytrain_opt.pools.commands import (
 )
 from raytrain_opt.pools.protocol import MeasuredProbe, OnWait
 from raytrain_opt.pools.state_store import RayStateStore
-from raytrain_opt.recording.spans import Event, Span
+from raytrain_opt.recording.records import Event, Span
 
 # Escape sequences in texts of Ray.
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")

@@ -9,6 +9,7 @@ the ranks, which a hung collective must not stop, and an exception that other ra
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -54,6 +55,9 @@ _LOOK_INTERVAL_S = 0.5
 # time reports the error as its own.
 _PROCESS_FAILURE_GRACE_S, _NODE_FAILURE_GRACE_S = 15.0, 60.0
 
+# A rank whose failure makes all hang says so before the driver can say only that they do.
+_OF_DRIVERS_LIMIT = 0.75
+
 T = TypeVar("T")
 
 
@@ -95,6 +99,10 @@ class Handler(Protocol):
 
     def handle(self, command: Command, on_step: OnStep) -> Any:
         """Execute the command and return the reply. Call `on_step(done, total)` before a step."""
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the command may wait for other ranks in vain, while it makes no progress."""
 
     def close(self) -> None:
         """Release what outlives a function call, such as loader processes."""
@@ -164,7 +172,15 @@ def serve(
     with exits_as_errors():
         handler = make_handler(group)
     mailbox, resident = ResidentMailbox(config.mailbox, pool), describe_this_process(pool, index)
-    loop = CommandLoop(mailbox, resident, config.leave_s, peer_failure_grace_s, group, absent)
+    loop = CommandLoop(
+        mailbox,
+        resident,
+        config.leave_s,
+        peer_failure_grace_s,
+        group,
+        absent,
+        _OF_DRIVERS_LIMIT * config.timeouts.no_progress_s,
+    )
     try:
         loop.run(handler)
     finally:
@@ -190,6 +206,7 @@ class CommandLoop:
     peer_failure_grace_s: float = 0.0  # before an error that a peer's death may have caused counts
     group: Group = field(default_factory=lambda: Alone())
     absent: tuple[int, ...] = ()  # ranks that the group does without
+    no_progress_s: float = math.inf  # until a failure that makes other ranks wait is an error
     _closed: threading.Event = field(default_factory=threading.Event)
     _left: threading.Event = field(default_factory=threading.Event)
     _wake_reporter: threading.Event = field(default_factory=threading.Event)
@@ -206,7 +223,8 @@ class CommandLoop:
         process.
         """
         self.group.share((0,))
-        threading.Thread(target=self._report, daemon=True, name="report-progress").start()
+        report = partial(self._report, handler)
+        threading.Thread(target=report, daemon=True, name="report-progress").start()
         try:
             self._run(handler)
         except PoolClosed:
@@ -318,8 +336,9 @@ class CommandLoop:
 
         return on_step
 
-    def _report(self) -> None:
+    def _report(self, handler: Handler) -> None:
         """Report progress, also of a hung command, and learn that the pool is closed."""
+        reported, since_s = self._work, monotonic_s()
         while not self._closed.is_set():
             self._wake_reporter.wait(_PROGRESS_INTERVAL_S)
             self._wake_reporter.clear()
@@ -330,8 +349,15 @@ class CommandLoop:
                 self._stopping = instruction.stopping
                 if instruction.closed:
                     self._closed.set()
+                if work is not reported:
+                    reported, since_s = work, monotonic_s()
+                elif self._is_overdue(since_s) and (failure := handler.failure) is not None:
+                    self.mailbox.send([self._reply(work[0], to_failure(failure))])
         if not self._left.wait(self.leave_s):
             os._exit(1)
+
+    def _is_overdue(self, since_s: float) -> bool:
+        return self.group.size > 1 and monotonic_s() - since_s > self.no_progress_s
 
     def _exchange_reports(self, number: int, progress: Progress | None) -> Instruction:
         values = (number,) if progress is None else (number, progress.done, progress.total)

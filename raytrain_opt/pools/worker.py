@@ -10,8 +10,8 @@ import torch
 
 from raytrain_opt.clock import Stopwatch, monotonic_s
 from raytrain_opt.config.learning_rate import CandidateBatch
-from raytrain_opt.monitoring.samplers import Sampler
-from raytrain_opt.optim.scaling import scale_lr
+from raytrain_opt.monitoring import Sampler
+from raytrain_opt.optim.schedules import scale_lr
 from raytrain_opt.pools.candidates import CandidateTrainer
 from raytrain_opt.pools.commands import (
     Command,
@@ -25,7 +25,6 @@ from raytrain_opt.pools.protocol import States
 from raytrain_opt.results import EvalTotals, Probe, Steps
 from raytrain_opt.search.policy import Candidate, TryCandidates
 from raytrain_opt.train.batch_size_probe import measure, open_probe_sampler, probed_training
-from raytrain_opt.train.data_parallel import sum_over_ranks
 from raytrain_opt.train.kernels import autocast_dtype
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -108,7 +107,7 @@ class Worker(CandidateTrainer):
 
     def _evaluate(self, command: Evaluate, on_step: OnStep) -> EvalTotals:
         totals = self._evaluate_part(command, self.index, self.world_size, on_step)
-        return sum_over_ranks(totals, self.learner.device)
+        return self.learner.add_ranks(totals)
 
 
 class Slot(CandidateTrainer):

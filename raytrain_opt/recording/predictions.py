@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from raytrain_opt.recording.base import Record, RecordPart
+from raytrain_opt.recording.records import Record, RecordPart
 from raytrain_opt.results import MAX_MISTAKES, Predictions
 
 Triple = Annotated[tuple[int, ...], Field(min_length=3, max_length=3)]

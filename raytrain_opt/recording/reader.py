@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from raytrain_opt import storage
 from raytrain_opt.errors import RecordError
-from raytrain_opt.recording.base import SCHEMA_VERSION, Record
+from raytrain_opt.recording.records import SCHEMA_VERSION, Record
 from raytrain_opt.storage import complete_lines
 
 R = TypeVar("R", bound=Record)

@@ -1,25 +1,45 @@
-"""Write the records of a run, and the same numbers for TensorBoard."""
+"""Write the records of a run, and the same numbers for TensorBoard.
+
+tensorboardX's SummaryWriter writes in a thread. On a full disk that thread dies, and the run then
+blocks forever when its queue is full. So `TensorBoard` here writes events itself.
+"""
 
 from __future__ import annotations
 
+import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TypeVar
+from time import time
+from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import ValidationError
 
 from raytrain_opt.errors import StorageError
 from raytrain_opt.paths import RunPaths
-from raytrain_opt.recording.base import Record
 from raytrain_opt.recording.predictions import PredictionsRecord
 from raytrain_opt.recording.reader import parse_lines, read_lines, read_raw_lines
-from raytrain_opt.recording.records import EpochRecord, ResultRecord, RoundRecord, ScheduleRecord
-from raytrain_opt.recording.spans import EventRecord, SpanRecord
-from raytrain_opt.recording.tensorboard import TensorBoardWriter
-from raytrain_opt.storage import append_lines, write_bytes, write_text
+from raytrain_opt.recording.records import (
+    EpochRecord,
+    EventRecord,
+    Record,
+    ResultRecord,
+    RoundRecord,
+    ScheduleRecord,
+    SpanRecord,
+)
+from raytrain_opt.storage import append_lines, storage_errors, write_bytes, write_text
+
+if TYPE_CHECKING:
+    from tensorboardX.event_file_writer import EventsWriter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from raytrain_opt.clock import monotonic_s, utc_now
+from raytrain_opt.errors import RaytrainOptError, printable
+from raytrain_opt.recording.records import Event, Span
 
 _CANDIDATE_SCALARS = ("lr", "score", "val_metric", "val_loss", "train_loss")
 _EPOCH_SCALARS = ("lr", "train_loss", "samples_per_s")
@@ -188,3 +208,120 @@ def versions() -> dict[str, str]:
         with suppress(PackageNotFoundError):  # the benchmarks of a GPU run without Ray
             installed[name] = version(name)
     return installed
+
+
+# Of one file, about 1 MiB. A run under a URI copies the file that grows after every epoch.
+_FILE_POINTS = 10_000
+
+
+class TensorBoardWriter:
+    """Writer of event files in `folder`. Raises StorageError when they cannot be written."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._closed, self._files = folder, False, 0
+        self._action = f"{folder} cannot be written"
+        with storage_errors(self._action):
+            folder.mkdir(exist_ok=True)
+            self._writer = self._open_file()
+
+    def _open_file(self) -> EventsWriter:
+        from tensorboardX.event_file_writer import EventsWriter
+
+        self._points = 0
+        self._files += 1  # in the names, which otherwise differ by seconds
+        return EventsWriter(str(self._folder / "events"), f".{self._files:04d}")
+
+    def scalars(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Write one point of each curve; none for None and for values that are not finite."""
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.summary import scalar
+
+        with storage_errors(self._action):
+            for name, value in values.items():
+                if value is not None and math.isfinite(value):
+                    summary = scalar(name, value)
+                    self._writer.write_event(Event(wall_time=time(), step=step, summary=summary))
+            self._writer.flush()
+            self._points += len(values)
+            if self._points >= _FILE_POINTS:
+                self._writer.close()
+                self._writer = self._open_file()
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            with suppress(OSError):  # all points are written, or their error was raised
+                self._writer.close()
+
+
+class EventLog:
+    """Timeline and events of one execution, in seconds of the run without its interruptions.
+
+    `note` shows a line to the user.
+    """
+
+    def __init__(self, recorder: Recorder, note: Callable[[str], None], began_s: float) -> None:
+        self._recorder, self._note = recorder, note
+        self._run_start_s = began_s
+        self._spans: list[Span] = []
+
+    def resume_clock(self, epoch: int, text: str, partial_s: float) -> None:
+        """Continue the clock of an interrupted run where its records end, and log the resume.
+
+        `partial_s`: duration of the part of this epoch that is kept.
+        """
+        self._run_start_s -= self._recorder.end_s(partial_s)
+        self.log("resumed", epoch, text)
+
+    def elapsed_s(self) -> float:
+        """Return the seconds of the run until now, of all its executions."""
+        return monotonic_s() - self._run_start_s
+
+    def log(self, kind: str, epoch: int, text: str) -> None:
+        """Show an event to the user and record it."""
+        self._note(text)
+        self._record(epoch, Event(kind=kind, text=printable(text), time_s=monotonic_s()))
+
+    @contextmanager
+    def span(self, command: str) -> Iterator[None]:
+        """Measure what the driver itself does in this block, perhaps in a thread."""
+        start_s = monotonic_s()
+        yield
+        duration_s = monotonic_s() - start_s
+        span = Span(process="driver", command=command, start_s=start_s, duration_s=duration_s)
+        self._spans.append(span)
+
+    def write(self, epoch: int, logs: Iterable[tuple[list[Span], list[Event]]]) -> None:
+        """Record the spans and events of the pools, and what `span` measured, until now."""
+        spans, self._spans = self._spans, []
+        for new_spans, events in logs:
+            spans += new_spans
+            for event in events:
+                self._record(epoch, event)
+        spans.sort(key=lambda span: span.start_s)
+        start_s = self._run_start_s
+        self._recorder.timeline(
+            [
+                SpanRecord(**dict(span) | {"epoch": epoch, "start_s": span.start_s - start_s})
+                for span in spans
+            ]
+        )
+
+    def close_with(self, epoch: int, error: BaseException) -> None:
+        """Record why the run ends early. `error` gets a note when that fails."""
+        kind = "failed" if isinstance(error, Exception) else "interrupted"
+        # The message of any other error may hold data of the user.
+        text = (
+            printable(str(error)) if isinstance(error, RaytrainOptError) else type(error).__name__
+        )
+        try:
+            self._record(epoch, Event(kind=kind, text=text, time_s=monotonic_s()))
+            self._recorder.paths.publish()
+        except StorageError as storage_error:
+            error.add_note(f"this could not be recorded: {storage_error}")
+
+    def _record(self, epoch: int, event: Event) -> None:
+        time_s = event.time_s - self._run_start_s
+        update = {"epoch": epoch, "time_s": time_s, "utc": utc_now()}
+        self._recorder.event(EventRecord(**dict(event) | update))

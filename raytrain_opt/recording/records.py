@@ -13,14 +13,43 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from raytrain_opt.recording.base import Number, Record, RecordPart, Timings
 from raytrain_opt.results import Metric, Probe
 from raytrain_opt.search.fixed_schedule import RecordedEpoch
-from raytrain_opt.search.noise_scale import NoiseScale, NoiseScaleSummary
+from raytrain_opt.search.noise_scale import NoiseScale
 from raytrain_opt.search.policy import NOT_DECIDED
 
 if TYPE_CHECKING:
     from raytrain_opt.search.policy import CandidateResult, Decision, TryCandidates
+from typing import ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict
+
+SCHEMA_VERSION = 1
+
+# JSON has no infinity and no NaN: a float that is not finite is read back as None.
+Number = float | None
+Timings = dict[str, Number]
+
+
+class RecordPart(BaseModel):
+    """Base of every object in a record."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, object]) -> Self:
+        """Return the object with those of the values that are its fields."""
+        fields = cls.model_fields
+        return cls.model_validate({name: v for name, v in values.items() if name in fields})
+
+
+class Record(RecordPart):
+    """Base of every record."""
+
+    counted_by: ClassVar[str] = ""  # the field that is 1 in the first line of its file, 2, ...
+    schema_version: int = Field(
+        SCHEMA_VERSION, le=SCHEMA_VERSION, description="Version of the record format."
+    )
 
 
 class CandidateRecord(RecordPart):
@@ -334,9 +363,65 @@ class ResultRecord(Record):
             "How workers exchanged gradients; `step`: what was chosen for a training step."
         )
     )
-    noise_scale: NoiseScaleSummary | None = Field(
-        description="Noise scale of the training; null when not measured."
+    noise_scale: NoiseScale | None = Field(
+        description="Noise scale over all epochs; null when not measured."
     )
     restarts: dict[str, int] = Field(description="Restarts by pool, of the last execution.")
     versions: dict[str, str] = Field(description="Versions of Python and of packages.")
     hardware: Hardware = Field(description="The machines.")
+
+
+class Span(RecordPart):
+    """The time in which one process executed one command."""
+
+    process: str = Field(description="`worker 0`, `slot 1`, ..., or `driver`.")
+    command: str = Field(description="What it did: `pretrain`, `main_train`, `evaluate`, ...")
+    start_s: float = Field(description="Start, in seconds of the run.")
+    duration_s: float = Field(description="Duration.")
+    timings_s: Timings = Field(
+        default_factory=dict, description="Seconds by part, as the process measured them."
+    )
+
+
+class Event(RecordPart):
+    """What happened in a run: something that it survived, decided, or that ended it."""
+
+    kind: str = Field(
+        description=(
+            "`restarted` (a process), `lost` (a slot, for good), `fewer` or `more` (workers), "
+            "`storage` (refused copies, then took one), `callback` (one failed), `optimizer` (one "
+            "is left out of the search), `overfitting` (more weight decay), `collapsed` ("
+            "training starts again at a lower rate), `diverged` (what such a training raised), "
+            "`planned` (the length "
+            "of a training for a time), `patience` (lost, training continues), `stopped` (by the "
+            "`stop` section), `resumed`, `interrupted`, `failed`."
+        )
+    )
+    text: str = Field(description="What happened, as text.")
+    time_s: float = Field(description="When, in seconds of the run.")
+    process: str | None = Field(None, description="The process; null when it is the run.")
+    silent_s: Number = Field(
+        None, description="Time from its last sign of life to its restart; null when not known."
+    )
+
+
+class SpanRecord(Span, Record):
+    """One line of timeline.jsonl: a command that a worker or slot executed, or a checkpoint.
+
+    Of a pool with more than 16 processes: the first 16 and, of each command, who took longest of
+    the others.
+    """
+
+    epoch: int = Field(description="Epoch, from 1.")
+
+    @property
+    def pool(self) -> str:
+        """`worker` of `worker 0`."""
+        return self.process.split()[0]
+
+
+class EventRecord(Event, Record):
+    """One line of events.jsonl: a failure, a recovery, a resume, a plan, or an early end."""
+
+    utc: str = Field(description="Date, ISO 8601 in UTC.")
+    epoch: int = Field(description="Epoch, from 1.")

@@ -1,10 +1,9 @@
 """The HTML report of a run, made from its records alone, so also for a run that was interrupted.
 
-`write_report` writes the page and its plots, `summaries` returns the main numbers for scripts.
+`write_report` writes the page, `summaries` returns the main numbers for scripts.
 Start reading with `page`, which lists the sections; each section's plots and tables are in one
-module (`learning_rate_plots`, `batch_size_plots`, ...), drawn with `plots`.
-`run_reader` reads the records, `summary` and `warnings` judge them, `compare` sets several runs
-side by side.
+module (`learning_rate_plots`, `time_plots`), drawn with `plots`. `run_reader` reads the records,
+`summary` judges them.
 
 May import `recording`, `terminal`, `search`, `config` and the foundations; neither torch nor Ray.
 """
@@ -16,11 +15,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from raytrain_opt import storage
-from raytrain_opt.paths import refuse_links
 from raytrain_opt.recording.records import ResultRecord
 from raytrain_opt.report.run_reader import read_run
 
-PAGE, COMPARISON, PLOTS = "report.html", "comparison.html", "plots"
+PAGE, COMPARISON = "report.html", "comparison.html"
 
 
 def write_report(
@@ -28,9 +26,9 @@ def write_report(
 ) -> str:
     """Write the report of one run, or the comparison of several; return the page's location.
 
-    The page (`report.html` or `comparison.html`) and its plots (`plots/`, PNG and SVG) are written
-    into the first run directory. `shown`: the directory of the one run as the user knows it.
-    `result`: its result, when that is not written yet.
+    The page (`report.html` or `comparison.html`) is written into the first run directory. `shown`:
+    the directory of the one run as the user knows it. `result`: its result, when that is not
+    written yet.
 
     Raises what `read_run` raises, and StorageError when the page cannot be written.
     """
@@ -41,13 +39,7 @@ def write_report(
         runs[0] = replace(runs[0], result=result)
     page = report_page(runs[0]) if len(runs) == 1 else comparison_page(runs)
     name = PAGE if len(runs) == 1 else COMPARISON
-    target = run_dirs[0]
-    if not storage.is_remote(target):
-        refuse_links([storage.local_path(target) / PLOTS], "RUN_DIR")
-    for plot in page.plots:
-        storage.write(target, f"{PLOTS}/{plot.name}.svg", plot.svg.encode())
-        storage.write(target, f"{PLOTS}/{plot.name}.png", plot.png)
-    storage.write(target, name, page.html.encode())
+    storage.write(run_dirs[0], name, page.encode())
     return storage.join(runs[0].run_dir, name)
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from raytrain_opt.recording.records import CandidateRecord, RoundRecord
-from raytrain_opt.report.formatting import plain, rate, times
 from raytrain_opt.report.plots import (
     SERIES,
     Cell,
@@ -20,7 +19,9 @@ from raytrain_opt.report.plots import (
     draw,
     draw_line,
     percent_axis,
+    plain,
     plain_log,
+    rate,
     thousands,
     whole_numbers,
 )
@@ -183,11 +184,6 @@ def rounds_table(run: RunRecords) -> Table:
     )  # fmt: skip
     optimizers = {c.optimizer for record in run.rounds for c in record.candidates}
     rows = [_row(record, several=len(optimizers) > 1) for record in run.rounds]
-    race = {n: r for n, r in enumerate(run.rounds) if r.stage and r.epoch == 1}
-    last = {r.candidates[0].optimizer: n for n, r in race.items()}
-    for optimizer, outcome in outcomes([*race.values()]).items():
-        row, reason = rows[last[optimizer]], race[last[optimizer]].reason
-        row[-1] = Cell(f"{reason}. {optimizer} {outcome}")
     caption = (
         f"All rounds with all candidates (★: winner), and {name} on the validation split. Ahead: "
         "how much better the winner is there than the best other candidate"
@@ -268,9 +264,7 @@ def search_plots(run: RunRecords) -> list[Plot]:
     caption = (
         "Validation loss of candidates after a full schedule, compressed into few steps: "
         f"{', '.join(map(str, lengths))} steps, the shortest dotted, the longest solid. Much "
-        "higher losses are not shown. "
-        + " ".join(f"{name} {outcome}." for name, outcome in outcomes(rounds).items())
-        + " All values are in the table of rounds."
+        "higher losses are not shown. All values are in the table of rounds."
     )
     return [draw("search", "Search before the first epoch", caption, paint)]
 
@@ -287,46 +281,3 @@ def _points(
         if candidate.optimizer == optimizer and candidate.status == "ok"
         if candidate.val_loss is not None
     )
-
-
-def outcomes(rounds: Sequence[RoundRecord]) -> dict[str, str]:
-    """Return the outcome of each optimizer of a race, with the reason; empty without a race.
-
-    The loss of one that left is compared with the lowest of those that went on, after as many
-    steps where they have candidates of that length.
-    """
-    tried: dict[tuple[str, int], list[CandidateRecord]] = {}
-    for record in rounds:
-        for candidate in record.candidates:
-            tried.setdefault((candidate.optimizer, record.pretrain_steps), []).append(candidate)
-    optimizers = list(dict.fromkeys(optimizer for optimizer, _ in tried))
-    longest = {o: max(steps for other, steps in tried if other == o) for o in optimizers}
-    winner = rounds[-1].winner if rounds else None  # perhaps a candidate of an earlier round
-    undecided = bool(rounds) and rounds[-1].is_undecided
-    chosen = {o for (o, _), candidates in tried.items() for c in candidates if c.index == winner}
-    best = {
-        key: min(scored, key=lambda c: c.val_loss or 0.0)
-        for key, candidates in tried.items()
-        if (scored := [c for c in candidates if c.status == "ok"])
-    }
-    texts = {}
-    for optimizer, steps in longest.items() if len(optimizers) > 1 else ():
-        candidates, own = tried[optimizer, steps], best.get((optimizer, steps))
-        went_on = [o for o in optimizers if o != optimizer and (o in chosen or longest[o] > steps)]
-        rivals = [best[o, steps] for o in went_on if (o, steps) in best]
-        rival = min(rivals, key=lambda c: c.val_loss or 0.0, default=None)
-        how = "left after" if chosen else "so far has"
-        trains = "trains, which was not decided" if undecided else "was chosen"
-        text = trains if optimizer in chosen else f"{how} {times(steps, 'step')}"
-        if own:
-            text += f": lowest loss {plain(own.val_loss)} at {rate(own.lr)}"
-            if rival and optimizer not in chosen:
-                text += f" against {plain(rival.val_loss)} of {rival.optimizer}"
-        else:
-            of_length = f" of {steps} steps" if any(o == optimizer for o, _ in best) else ""
-            text += f": all its candidates{of_length} "
-            words = {"lost": "were lost"}
-            text += " or ".join(sorted({words.get(c.status, c.status) for c in candidates}))
-        total = sum(n * len(all_) for (o, n), all_ in tried.items() if o == optimizer)
-        texts[optimizer] = f"{text}; {times(total, 'step')} in all"
-    return texts

@@ -2,44 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from raytrain_opt.clock import utc_now
+from raytrain_opt.config.load import flatten
 from raytrain_opt.errors import printable
-from raytrain_opt.report.batch_size_plots import batch_size_plots, probes_table
-from raytrain_opt.report.compare import comparison_plots, differences, letter, summaries_table
-from raytrain_opt.report.formatting import count, duration, percent, plain
+from raytrain_opt.recording.predictions import PredictionsRecord
 from raytrain_opt.report.learning_rate_plots import (
     learning_rate_plots,
     rounds_table,
     search_plots,
     training_plots,
 )
-from raytrain_opt.report.plots import Cell, Plot, Section, Table, duration_cell
-from raytrain_opt.report.prediction_plots import predictions_section
+from raytrain_opt.report.plots import (
+    SERIES,
+    Cell,
+    Plot,
+    Section,
+    Table,
+    color,
+    count,
+    draw,
+    draw_line,
+    duration,
+    duration_cell,
+    percent,
+    percent_axis,
+    plain,
+    rate,
+    thousands,
+    times,
+)
 from raytrain_opt.report.run_reader import RunRecords
 from raytrain_opt.report.summary import RunSummary, summarize
 from raytrain_opt.report.time_plots import (
+    batch_size_plots,
     epoch_parts_plots,
     epochs_table,
-    staleness_plots,
-    timeline_plots,
+    probes_table,
 )
 
-
-@dataclass(frozen=True)
-class Page:
-    """The HTML, and its plots as files for papers."""
-
-    html: str
-    plots: Sequence[Plot]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
-def report_page(run: RunRecords) -> Page:
+def report_page(run: RunRecords) -> str:
     """Return the page of one run."""
     summary = summarize(run)
     return _render(
@@ -52,7 +64,7 @@ def report_page(run: RunRecords) -> Page:
     )
 
 
-def comparison_page(runs: Sequence[RunRecords]) -> Page:
+def comparison_page(runs: Sequence[RunRecords]) -> str:
     """Return the page that compares several runs, named by letters."""
     summaries = [summarize(run) for run in runs]
     changed = differences([run.job for run in runs])
@@ -119,15 +131,13 @@ def _tiles(summary: RunSummary) -> list[tuple[str, str, str]]:
 
 def _sections(run: RunRecords) -> list[Section]:
     learning_rate = [*search_plots(run), *learning_rate_plots(run)]
-    time = [*timeline_plots(run), *epoch_parts_plots(run)]
     no_events = "" if run.events else "No process failed, and the run was not interrupted."
     return [
         Section("training", "Training", training_plots(run), [epochs_table(run)]),
         Section("learning-rate", "Learning rate", learning_rate, [rounds_table(run)]),
         predictions_section(run.predictions),
         Section("batch-size", "Batch size", batch_size_plots(run), [probes_table(run)]),
-        Section("time", "Time", time),
-        Section("asynchronous", "Asynchronous training", staleness_plots(run)),
+        Section("time", "Time", epoch_parts_plots(run)),
         Section(
             "failures", "Failures and recoveries", tables=[_events_table(run)], note=no_events
         ),
@@ -154,7 +164,7 @@ def _events_table(run: RunRecords) -> Table:
     return Table("events", caption, columns, rows, wide=("text",))
 
 
-def _render(sections: Sequence[Section], **values: Any) -> Page:
+def _render(sections: Sequence[Section], **values: Any) -> str:
     """Fill the template; columns, tables and sections without content are left out."""
     filled = [replace(s, tables=[t.without_empty() for t in s.tables if t.rows]) for s in sections]
     values["sections"] = [s for s in filled if s.plots or s.tables or s.note]
@@ -167,4 +177,163 @@ def _render(sections: Sequence[Section], **values: Any) -> Page:
     )
     html = environment.get_template("page.html").render(written=utc_now(), **values)
     # A browser, too, obeys characters that change the direction of text.
-    return Page(printable(html), [plot for section in sections for plot in section.plots])
+    return printable(html)
+
+
+# Rows of the table.
+_WORST_CLASSES = 100
+
+
+class _Classes:
+    """The classes that occur in the test split, lowest accuracy first, and their numbers."""
+
+    def __init__(self, record: PredictionsRecord) -> None:
+        self.names = record.class_names
+        self.labels, self.predicted, self.counts = np.array(record.confusion, int).T
+        is_correct, size = self.labels == self.predicted, len(self.names)
+        self.samples = np.bincount(self.labels, self.counts, size)
+        self.predictions = np.bincount(self.predicted, self.counts, size)
+        self.correct = np.bincount(self.labels, self.counts * is_correct, size)
+        self.accuracy = self.correct / np.maximum(self.samples, 1)
+        order = np.argsort(self.accuracy, kind="stable")
+        self.order = [int(i) for i in order if self.samples[i]]
+        # Wrong pairs, the most frequent first.
+        self.confusions = [i for i in np.argsort(-self.counts, kind="stable") if not is_correct[i]]
+
+
+def predictions_section(record: PredictionsRecord | None) -> Section:
+    """Return accuracies of classes and the most confident mistakes."""
+    name, title = "predictions", "Predictions"
+    if record is None:
+        return Section(name, title)
+    classes = _Classes(record)
+    note = (
+        f"Predictions on the {times(int(classes.samples.sum()), 'test sample')} after epoch "
+        f"{record.epoch}. A prediction is the most probable class, its confidence the probability "
+        "of that class."
+    )
+    mistakes = [
+        (
+            mistake.jpeg,
+            f"{classes.names[mistake.predicted]} ({percent(mistake.confidence)})",
+            f"labeled {classes.names[mistake.label]}; test sample {mistake.sample}",
+        )
+        for mistake in record.mistakes
+    ]
+    return Section(name, title, [], [_classes_table(classes)], note, mistakes)
+
+
+def _classes_table(classes: _Classes) -> Table:
+    """Return the classes with the lowest accuracies."""
+    worst: dict[int, int] = {}
+    for i in classes.confusions:
+        worst.setdefault(int(classes.labels[i]), i)
+    rows = []
+    for c in classes.order[:_WORST_CLASSES]:
+        taken, predictions = "–", classes.predictions[c]
+        if c in worst:
+            taken = f"{classes.names[classes.predicted[worst[c]]]} ({classes.counts[worst[c]]:,})"
+        rows.append(
+            [
+                Cell(classes.names[c]),
+                Cell(count(classes.samples[c])),
+                Cell(percent(classes.accuracy[c])),
+                Cell(percent(classes.correct[c] / predictions if predictions else None)),
+                Cell(taken),
+            ]
+        )
+    shown = "All" if len(rows) == len(classes.order) else f"The {len(rows)} worst"
+    caption = (
+        f"{shown} classes by accuracy. Precision: fraction of the predictions of this class that "
+        "are correct."
+    )
+    columns = ("class", "samples", "accuracy", "precision", "most often taken for")
+    return Table("classes", caption, columns, rows)
+
+
+_ABSENT = "not set"
+_STYLES = ("-", "--", ":", "-.")
+
+
+def letter(index: int) -> str:
+    """Return a run's short name in plots: A, B, … Z, A1, and so on."""
+    number, position = divmod(index, 26)
+    return chr(ord("A") + position) + (str(number) if number else "")
+
+
+def comparison_plots(runs: Sequence[RunRecords]) -> list[Plot]:
+    """Plot the metric that decides over wall time; none if metrics differ."""
+    if any(run.metric != runs[0].metric for run in runs):
+        return []
+    points = [
+        [
+            (end_s, epoch.test_metric)
+            for end_s, epoch in zip(run.ends_s, run.epochs, strict=True)
+            if epoch.test_metric is not None
+        ]
+        for run in runs
+    ]
+    metric = runs[0].metric
+    label = f"test {metric.name}"
+
+    def paint(axes: Axes) -> None:
+        for index, curve in enumerate(points):
+            style = _STYLES[index // len(SERIES) % len(_STYLES)]
+            hue = color(SERIES[index % len(SERIES)])
+            marker = "." if len(curve) < 100 else ""
+            draw_line(axes, curve, style, color=hue, marker=marker, label=letter(index))
+        axes.set(xlabel="seconds", ylabel=label)
+        thousands(axes, "x")
+        if metric.is_fraction:
+            percent_axis(axes)
+
+    rows = [
+        [Cell(letter(index)), Cell(count(x), x), Cell(metric.text(value))]
+        for index, curve in enumerate(points)
+        for x, value in curve
+    ]
+    caption = f"Test {metric.name} over time since the start of each run, searches included."
+    name, title = "metric_over_time", f"Test {metric.name} over seconds"
+    return [
+        draw(name, title, caption, paint, Table(name, caption, ("run", "seconds", label), rows))
+    ]
+
+
+def summaries_table(summaries: Sequence[RunSummary]) -> Table:
+    """Return a row per run."""
+    columns = (
+        "run", "name", "test metric", "best", "time", "samples/s", "global batch", "LR",
+        "search samples", "search time", "warnings",
+    )  # fmt: skip
+    rows = [
+        [
+            Cell(letter(index)),
+            Cell(summary.name),
+            Cell(f"{summary.metric.name} {summary.metric.text(summary.test_metric)}"),
+            Cell(summary.metric.text(summary.best_test_metric)),
+            duration_cell(summary.wall_s),
+            Cell(count(summary.samples_per_s), summary.samples_per_s),
+            Cell(str(summary.global_batch_size)),
+            Cell(f"{rate(summary.min_lr)} to {rate(summary.max_lr)}", summary.max_lr),
+            Cell(percent(summary.search.samples_fraction, 0)),
+            Cell(percent(summary.search.time_fraction)),
+            Cell(str(len(summary.warnings))),
+        ]
+        for index, summary in enumerate(summaries)
+    ]
+    caption = "Results. Search samples: as a fraction of the training's samples."
+    return Table("runs", caption, columns, rows)
+
+
+def differences(jobs: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the fields in which the resolved jobs differ."""
+    fields = [{name: str(value) for name, value in flatten(job).items()} for job in jobs]
+    names = dict.fromkeys(name for job in fields for name in job)
+    rows = [
+        [Cell(name), *(Cell(job.get(name, _ABSENT)) for job in fields)]
+        for name in names
+        if len({job.get(name, _ABSENT) for job in fields}) > 1
+    ]
+    letters = [letter(index) for index in range(len(jobs))]
+    caption = "Fields in which the jobs differ, defaults included."
+    return Table("differences", caption, ["field", *letters], rows, wide=letters)

@@ -1,4 +1,7 @@
-"""Figures in one style: SVG in the page's colors, and SVG and PNG files for papers."""
+"""Figures in one style, as SVG in the page's colors; tables; numbers as text for people.
+
+A dash stands for an unknown number.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,50 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from raytrain_opt.report.formatting import duration
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+import math
+
+
+def percent(fraction: float | None, digits: int = 1) -> str:
+    """Return `98.9 %` for 0.989."""
+    return "–" if fraction is None else f"{100 * fraction:.{digits}f} %"
+
+
+def rate(value: float | None) -> str:
+    """Return a learning rate."""
+    return "–" if value is None else f"{value:.4g}"
+
+
+def duration(value_s: float | None) -> str:
+    """Return `1 h 5 min`, `3 min 20 s`, `12.3 s`, or `45 ms`."""
+    if value_s is None or not math.isfinite(value_s):
+        return "–"
+    if value_s < 1:
+        return f"{1000 * value_s:.{0 if value_s >= 0.01 or not value_s else 2}f} ms"
+    if value_s < 100:
+        return f"{value_s:.1f} s"
+    minutes, seconds = divmod(round(value_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
+
+
+def plain(value: float | None, digits: int = 4) -> str:
+    """Return a number with this many significant digits, never in exponential form if large."""
+    if value is not None and abs(value) >= 10**digits:
+        return count(value)
+    return "–" if value is None else f"{value:.{digits}g}"
+
+
+def count(value: float | None) -> str:
+    """Return an integer with thousands separators."""
+    return "–" if value is None else f"{value:,.0f}"
+
+
+def times(number: int, noun: str) -> str:
+    """Return `1 round`, `2 rounds`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
 
 # The page's style sheet has the same names, and a second set of colors for dark pages. The colors
 # of Okabe and Ito, which color-blind readers can distinguish.
@@ -32,7 +75,6 @@ color = COLORS.__getitem__
 SERIES = ("blue", "orange", "green", "pink", "yellow", "sky", "grey")
 
 _SIZE_IN = (4.8, 3.1)
-_DPI = 200
 
 
 class Cell(NamedTuple):
@@ -74,9 +116,7 @@ class Plot:
     name: str
     title: str
     caption: str
-    svg: str  # a complete file
-    inline: str  # the same as part of a page
-    png: bytes
+    inline: str  # SVG as part of a page
     table: Table | None = None  # the data; None when a table that the caption names has them
 
 
@@ -99,6 +139,13 @@ def draw(
     name: str, title: str, caption: str, paint: Callable[[Axes], None], table: Table | None = None
 ) -> Plot:
     """Draw a plot with one pair of axes, which `paint` fills; add a legend if it has labels."""
+    svg = io.StringIO()
+    save_figure(svg, name, paint, format="svg", metadata=_NO_METADATA)
+    return Plot(name, title, caption, inline_svg(svg.getvalue(), name, title), table)
+
+
+def save_figure(file: Any, name: str, paint: Callable[[Axes], None], **options: Any) -> None:
+    """Write the plot of `draw` into a file, with the options of matplotlib's `savefig`."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -108,13 +155,7 @@ def draw(
         axes = figure.add_subplot()
         paint(axes)
         _add_legend(axes)
-        figure.draw_without_rendering()  # compute the layout once for both files
-        figure.set_layout_engine(None)
-        svg, png = io.StringIO(), io.BytesIO()
-        figure.savefig(svg, format="svg", metadata=_NO_METADATA)
-        figure.savefig(png, format="png", dpi=_DPI, facecolor="white", metadata={"Software": None})
-    text = svg.getvalue()
-    return Plot(name, title, caption, text, inline_svg(text, name, title), png.getvalue(), table)
+        figure.savefig(file, **options)
 
 
 def inline_svg(svg: str, name: str, title: str) -> str:

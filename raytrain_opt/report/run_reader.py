@@ -21,12 +21,13 @@ from raytrain_opt.recording.records import (
     BatchSizeProbeRecord,
     BatchSizeRecord,
     EpochRecord,
+    EventRecord,
     ResultRecord,
     RoundRecord,
     ScheduleRecord,
+    SpanRecord,
 )
-from raytrain_opt.recording.spans import EventRecord, SpanRecord
-from raytrain_opt.remote.run_copy import INDEX
+from raytrain_opt.remote import INDEX
 from raytrain_opt.results import Metric
 from raytrain_opt.storage import check_uri, last_name, read
 

@@ -1,17 +1,21 @@
-"""The summary of a run: its result, and the cost and gain of its searches."""
+"""The summary of a run: its result, the cost and gain of its searches, and warnings.
+
+Each function of a warning checks one condition and yields a sentence or nothing.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from shlex import quote
 from statistics import fmean, median
 from typing import Any
 
 from raytrain_opt.recording.records import RoundRecord, best_epoch
-from raytrain_opt.report.formatting import count, duration, percent, plain, rate, times
+from raytrain_opt.report.plots import count, duration, percent, plain, rate, times
 from raytrain_opt.report.run_reader import RunRecords
-from raytrain_opt.report.warnings import all_warnings, data_wait_fraction
 from raytrain_opt.results import Metric
 
 SCHEMA_VERSION = 1
@@ -133,8 +137,8 @@ def _sentences(run: RunRecords, search: SearchCost, wall_s: float | None) -> Ite
 
 def _search_cost_sentence(run: RunRecords, search: SearchCost) -> Iterator[str]:
     if not run.rounds:
-        if run.job["learning_rate"].get("policy", "") in ("schedule", "replay"):
-            yield "No learning-rate search: the job gives the schedule."
+        if run.epochs:
+            yield "No learning-rate search took place."
         return
     samples, first = "", run.rounds[0]
     if search.samples is not None:
@@ -239,3 +243,163 @@ def _step_sentence(step: dict[str, Any], first_step_s: float | None) -> str:
     if step["compile"] != "off" and first_step_s:
         text += f"; the first step, which compiles, took {duration(first_step_s)}"
     return f"{text}."
+
+
+# Below this, no advice shortens an epoch by much.
+_MAX_DATA_WAIT = 0.03
+# Standard errors of the difference between two accuracies: about 95 % confidence.
+_CLEAR_DIFFERENCE = 2.0
+# Fraction of rounds from which a finding is more than a coincidence.
+_MANY = 0.5
+
+
+def all_warnings(run: RunRecords) -> list[str]:
+    """Return all warnings that apply, the most severe first."""
+    checks = (
+        _unfinished, _failures, _diverged, _data_wait, _noise, _edge, _staleness, _skipped,
+    )  # fmt: skip
+    return [text for check in checks for text in check(run)]
+
+
+def data_wait_fraction(run: RunRecords) -> float | None:
+    """Return the fraction of the main training's time in which workers waited for data."""
+    waited_s = math.fsum(e.timings_s.get("main_data_wait_s") or 0.0 for e in run.epochs)
+    steps_s = math.fsum(e.timings_s.get("main_compute_s") or 0.0 for e in run.epochs)
+    return waited_s / steps_s if steps_s > 0 else None
+
+
+def _unfinished(run: RunRecords) -> Iterator[str]:
+    if run.result is not None or run.is_batch_size_search:
+        return
+    last = run.events[-1] if run.events else None
+    if last is not None and last.kind in ("failed", "interrupted"):
+        cause = f"{last.kind}: {last.text}"
+    else:
+        cause = "it is still running, or its driver died"
+    advice = "It has no checkpoint to resume from"
+    if run.has_checkpoint:
+        advice = (
+            f"If it has stopped, resume it with: raytrain-opt run --resume {quote(run.run_dir)} "
+            "(and --trust if its job names functions that you trust)"
+        )
+    yield (
+        f"The run is not finished: {len(run.epochs)} of {run.planned_epochs or '?'} epochs are "
+        f"done ({cause}). {advice}"
+    )
+
+
+def _failures(run: RunRecords) -> Iterator[str]:
+    restarts = [event for event in run.events if event.kind == "restarted"]
+    if restarts:
+        processes = Counter(event.process or "?" for event in restarts)
+        names = ", ".join(f"{name} ({number} ×)" for name, number in processes.items())
+        silent_s: dict[int, float] = {}
+        for event in restarts:  # all processes of one failure wait at the same time
+            silent_s[event.epoch] = max(silent_s.get(event.epoch, 0.0), event.silent_s or 0.0)
+        yield (
+            f"{times(len(restarts), 'restart')} of processes: {names}. About "
+            f"{duration(sum(silent_s.values()))} passed between the last sign of life and the "
+            "restart; the interrupted commands were repeated from the same state"
+        )
+    for kind in ("diverged", "collapsed", "lost", "fewer"):
+        yield from (event.text for event in run.events if event.kind == kind)
+
+
+def _diverged(run: RunRecords) -> Iterator[str]:
+    candidates = [c for record in run.rounds for c in record.candidates]
+    diverged = [c for c in candidates if c.status == "diverged"]
+    if diverged:
+        yield (
+            f"{times(len(diverged), 'candidate')} of {count(len(candidates))} diverged; the "
+            f"lowest learning rate among them is {rate(min(c.lr for c in diverged))}"
+        )
+    for failure, number in Counter(c.failure for c in diverged if c.failure).items():
+        yield f"{times(number, 'candidate')} raised {failure}"
+
+
+def _data_wait(run: RunRecords) -> Iterator[str]:
+    fraction = data_wait_fraction(run)
+    if fraction is None or fraction <= _MAX_DATA_WAIT:
+        return
+    loaders = run.job["data"].get("loader_workers")
+    advice = f"data.loader_workers: auto (now {loaders}) adds loader processes until they keep up"
+    if loaders == "auto":
+        advice = (
+            "data.loader_workers: auto starts at most one loader process for each of "
+            "workers.threads. If decoding is slow, use smaller image files, or more cores for "
+            "each worker; if storage is slow, a larger number of data.loader_workers"
+        )
+    elif loaders is None:  # data in memory
+        advice = "the workers prepare these data themselves; less in data.augment helps"
+    waited = f"Workers waited for data in {percent(fraction, 0)} of the main training's time"
+    yield f"{waited}: {advice}"
+
+
+def _noise(run: RunRecords) -> Iterator[str]:
+    """Warn about close candidates, for policy stpt only: stpt_horizon accounts for noise."""
+    within = [near for record in run.rounds if (near := _is_within_noise(record)) is not None]
+    if sum(within) > _MANY * len(within):
+        yield (
+            f"In {sum(within)} of {times(len(within), 'round')}, the best and the second-best "
+            "candidate differ by less than the noise (two standard errors of the difference of "
+            "their accuracies on the validation split): these choices are close to random. A "
+            "longer alpha, rates further apart or a larger data.validation_fraction help"
+        )
+
+
+def _is_within_noise(record: RoundRecord) -> bool | None:
+    """Return whether the best two candidates are too close; None when it cannot be decided."""
+    chosen = record.chosen
+    accuracies = [c.val_metric for c in record.candidates if c.status == "ok"]
+    known = sorted((a for a in accuracies if a is not None), reverse=True)
+    if record.stage or chosen is None or not record.validation_samples or len(known) < 2:
+        return None
+    if not record.metric.is_fraction or chosen.score != chosen.val_metric:
+        return None  # the standard error of another score is not known
+    variance = sum(a * (1 - a) for a in known[:2]) / record.validation_samples
+    return known[0] - known[1] <= _CLEAR_DIFFERENCE * math.sqrt(variance)
+
+
+def _edge(run: RunRecords) -> Iterator[str]:
+    rounds = [r for r in run.rounds if not r.stage and r.chosen is not None]
+    searched = [r for r in rounds if len(r.candidates) > 1]
+    hints = {
+        "lowest": "short pre-trainings favor low rates; policy stpt_horizon avoids that",
+        "highest": "add higher multipliers",
+    }
+    for (name, hint), pick in zip(hints.items(), (min, max), strict=True):
+        wins = sum(r.chosen is pick(r.candidates, key=lambda c: c.lr) for r in searched)
+        if rounds and wins > _MANY * len(rounds):
+            yield (
+                f"In {wins} of {times(len(rounds), 'round')}, the {name} learning rate of the "
+                f"set won: {hint}"
+            )
+    yield from _edge_of_peak_search(run.rounds)
+
+
+def _edge_of_peak_search(rounds: Sequence[RoundRecord]) -> Iterator[str]:
+    search = [record for record in rounds if record.epoch == 1 and record.stage]
+    rates = [c.lr for record in search for c in record.candidates if c.status == "ok"]
+    if search and len(set(rates)) > 1 and search[-1].next_base_lr in (min(rates), max(rates)):
+        yield (
+            f"The peak learning rate, {rate(search[-1].next_base_lr)}, is at the edge of the "
+            f"rates that were tried ({rate(min(rates))} to {rate(max(rates))})"
+        )
+
+
+def _staleness(run: RunRecords) -> Iterator[str]:
+    records = [epoch.staleness for epoch in run.epochs if epoch.staleness is not None]
+    worst = max((record.mean or 0.0 for record in records), default=0.0)
+    # That of workers of equal speed is about their number.
+    if records and worst > 2 * run.workers:
+        yield (
+            f"Gradients were up to {max(record.max for record in records)} updates stale, "
+            f"{plain(worst, 3)} on average in the worst epoch, with {run.workers} workers: if "
+            "the accuracy suffers, lower parallel.staleness_bound"
+        )
+
+
+def _skipped(run: RunRecords) -> Iterator[str]:
+    skipped = sum(epoch.skipped for epoch in run.epochs)
+    if skipped:
+        yield f"{times(skipped, 'sample')} skipped as unreadable (data.on_unreadable: skip)"

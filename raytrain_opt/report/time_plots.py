@@ -1,31 +1,43 @@
-"""Time of each epoch by part, what each process did when, and the staleness of gradients."""
+"""Plots and tables of time and speed: parts of each epoch, and the probes of batch sizes."""
 
 from __future__ import annotations
 
-import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from raytrain_opt.recording.records import EpochRecord
-from raytrain_opt.recording.spans import SpanRecord
-from raytrain_opt.report.formatting import count, duration, percent, plain, rate
 from raytrain_opt.report.plots import (
     Cell,
     Plot,
     Table,
-    color,
+    count,
     draw,
+    duration,
     duration_cell,
+    plain,
+    rate,
     stacked_bars,
-    thousands,
     whole_numbers,
 )
 from raytrain_opt.report.run_reader import RunRecords
 from raytrain_opt.results import Metric
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+import math
+from typing import TYPE_CHECKING
+
+from raytrain_opt.recording.records import BatchSizeProbeRecord
+from raytrain_opt.report.plots import (
+    color,
+    plain_log,
+    thousands,
+)
+from raytrain_opt.results import Probe
+from raytrain_opt.search.batch_size.throughput_knee import combine, draw_curves
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -120,162 +132,91 @@ def _epoch_row(epoch: EpochRecord, metrics: Sequence[str]) -> list[Cell]:
     ]
 
 
-def staleness_plots(run: RunRecords) -> list[Plot]:
-    """Plot the staleness of all gradients of the run; no plot without asynchronous training."""
-    counts: list[int] = []
-    for epoch in run.epochs:
-        for staleness, gradients in enumerate(epoch.staleness.counts if epoch.staleness else ()):
-            counts += [0] * (staleness + 1 - len(counts))
-            counts[staleness] += gradients
-    total = sum(counts)
-    if not total:
-        return []
-    mean = sum(staleness * gradients for staleness, gradients in enumerate(counts)) / total
-    caption = (
-        "Staleness of a micro-batch's gradient: the number of updates between the weights that "
-        f"it was computed on and the update it went into. Mean {mean:.3g}, at most "
-        f"{len(counts) - 1}, over {total:,} gradients of all epochs."
-    )
-
-    def paint(axes: Axes) -> None:
-        axes.bar(range(len(counts)), counts, color=color("blue"), width=0.8)
-        axes.axvline(mean, color=color("orange"), linestyle="--", label=f"mean {mean:.3g}")
-        axes.set(xlabel="staleness, in updates", ylabel="gradients")
-        whole_numbers(axes)
-        thousands(axes, "y")
-
-    rows = [
-        [Cell(str(staleness)), Cell(count(gradients), gradients), Cell(percent(gradients / total))]
-        for staleness, gradients in enumerate(counts)
-    ]
-    columns = ("staleness, in updates", "gradients", "fraction")
-    table = Table("staleness", "Gradients by staleness.", columns, rows)
-    return [draw("staleness", "Staleness of gradients", caption, paint, table)]
-
-
-# Activities and their colors, in the order of the columns of the table.
-_COLORS = {
-    "communicate": "orange",
-    "wait for data": "pink",
-    "compute": "blue",
-    "score": "sky",
-    "checkpoint": "green",
-}
-# Parts of a command of a worker or slot, in the order in which they are drawn.
+# Parts of a training step in records (train.step_timer), and their names.
 _PARTS = {
-    "load_s": "communicate",
-    "data_wait_s": "wait for data",
-    "compute_s": "compute",
-    "score_s": "score",
-    "stash_s": "communicate",
-    "average_s": "communicate",
-    "hand_over_s": "communicate",
+    "data_wait_s": "data wait",
+    "copy_s": "copy",
+    "forward_s": "forward",
+    "backward_s": "backward",
+    "update_s": "update",
 }
-# Commands without parts. The rest of any other command is communication.
-_COMMANDS = {"evaluate": "score", "checkpoint": "checkpoint"}
-
-# More than this is too dense to read.
-_WINDOW_EPOCHS, _WINDOW_SPANS, _MOST_PROCESSES = 3, 400, 40
+_CURVE_POINTS = 40
 
 
-def timeline_plots(run: RunRecords) -> list[Plot]:
-    """Plot some epochs in the middle of the run, with a table of all; no plot before the first."""
-    if not run.epochs or not run.spans:
+def batch_size_plots(run: RunRecords) -> list[Plot]:
+    """Plot the probes; no plot before the first one that fits into memory."""
+    measured = [record for record in run.probes if record.status == "ok" and record.samples_per_s]
+    if not measured:
         return []
-    spans, epochs = _window(run)
-    start_s = min(span.start_s for span in spans)
-    processes = sorted(_main_processes(run), key=_by_pool, reverse=True)
+    return [_speed(run, measured)]
+
+
+def _speed(run: RunRecords, measured: Sequence[BatchSizeProbeRecord]) -> Plot:
     caption = (
-        f"Activity of each process in {epochs}. White: idle. The parts of a command are drawn one "
-        "after the other, although waiting and computing alternate; the time in which workers "
-        "wait for each other within a step counts as compute. Data of the complete run: table "
-        "below."
+        "Each probe with its standard error. Curve and 90 % band: the model that strategy "
+        "throughput_knee fits to the probes. Dashed: the chosen size. Data: table of probes."
     )
 
     def paint(axes: Axes) -> None:
-        labeled: set[str] = set()
-        for row, process in enumerate(processes):
-            bars = _bars(span for span in spans if span.process == process)
-            for activity, ranges in bars.items():
-                axes.broken_barh(
-                    [(bar_start_s - start_s, duration_s) for bar_start_s, duration_s in ranges],
-                    (row - 0.38, 0.76),
-                    color=color(_COLORS[activity]),
-                    # A label that begins with _ is left out of the legend.
-                    label="_repeated" if activity in labeled else activity,
-                    linewidth=0,
-                )
-                labeled.add(activity)
-        axes.set_yticks(range(len(processes)), processes)
-        axes.set(xlabel="seconds", ylim=(-0.6, len(processes) - 0.4))
-        axes.grid(visible=False, axis="y")
+        _curve(axes, measured)
+        axes.errorbar(
+            [record.batch_size for record in measured],
+            [record.samples_per_s or 0.0 for record in measured],
+            [record.samples_per_s_error or 0.0 for record in measured],
+            fmt="o",
+            color=color("blue"),
+            markersize=4,
+            label="probes",
+        )
+        if run.batch_size is not None:
+            chosen = run.batch_size.batch_size_per_worker
+            axes.axvline(chosen, color=color("orange"), linestyle="--", label=f"chosen: {chosen}")
+        axes.set(xlabel="batch size per worker", ylabel="samples/s")
+        plain_log(axes, "x", 2)
+        thousands(axes, "y")
+        axes.set_ylim(bottom=0)
 
-    table = _processes_table(run)
-    return [draw("timeline", "Timeline of the processes", caption, paint, table)]
-
-
-def _main_processes(run: RunRecords) -> set[str]:
-    """Return the processes with the most spans: of a large pool, some have only a few."""
-    spans = Counter(span.process for span in run.spans)
-    return {process for process, _ in spans.most_common(_MOST_PROCESSES)}
+    return draw("batch_size_speed", "Speed over batch size", caption, paint)
 
 
-def _by_pool(process: str) -> tuple[str, int]:
-    pool, _, index = process.partition(" ")
-    return pool, int(index) if index.isdecimal() else 0
+def _curve(axes: Axes, measured: Sequence[BatchSizeProbeRecord]) -> None:
+    points = combine([_measurement(record) for record in measured])
+    sizes = [point.batch_size for point in points]
+    if len(sizes) < 2:
+        return
+    spread = np.geomspace(sizes[0], sizes[-1], _CURVE_POINTS).round().astype(int)
+    grid = sorted({*map(int, spread), *sizes})
+    low, middle, high = np.exp(np.quantile(draw_curves(points, grid), [0.05, 0.5, 0.95], axis=0))
+    axes.fill_between(grid, low, high, color=color("sky"), alpha=0.25, linewidth=0)
+    axes.plot(grid, middle, color=color("sky"), linewidth=1.4, label="fitted curve")
 
 
-def _window(run: RunRecords) -> tuple[list[SpanRecord], str]:
-    """Return the spans of some epochs in the middle, without the first if possible; their name."""
-    spans_by_epoch: dict[int, list[SpanRecord]] = defaultdict(list)
-    for span in run.spans:
-        spans_by_epoch[span.epoch].append(span)
-    epochs = sorted(spans_by_epoch)
-    middle = epochs[max(0, (len(epochs) - _WINDOW_EPOCHS + 1) // 2) :][:_WINDOW_EPOCHS]
-    while len(middle) > 1 and sum(len(spans_by_epoch[e]) for e in middle) > _WINDOW_SPANS:
-        middle.pop()
-    spans = sorted((s for e in middle for s in spans_by_epoch[e]), key=lambda s: s.start_s)
-    name = f"epoch {middle[0]}" if len(middle) == 1 else f"epochs {middle[0]} to {middle[-1]}"
-    return spans[:_WINDOW_SPANS], name
+def _measurement(record: BatchSizeProbeRecord) -> Probe:
+    speed, error = record.samples_per_s, record.samples_per_s_error
+    return Probe(record.batch_size, "ok", speed or math.nan, error or math.nan)
 
 
-def _bars(spans: Iterable[SpanRecord]) -> dict[str, list[tuple[float, float]]]:
-    """Return start and duration in seconds of each part, by activity."""
-    bars: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for span in spans:
-        start_s = span.start_s
-        for activity, duration_s in _activities(span):
-            bars[activity].append((start_s, duration_s))
-            start_s += duration_s
-    return bars
+def probes_table(run: RunRecords) -> Table:
+    """Return a row per probe, in order."""
+    columns = ("probe", "batch size", "samples/s", "±", "busy", "memory", *_PARTS.values())
+    rows = [_row(record) for record in run.probes]
+    caption = (
+        "All probes in order. Parts: mean times of a step. Busy: utilization of the device, mean "
+        "of the larger half of its samples."
+    )
+    return Table("probes", caption, (*columns, "reason"), rows, wide=("reason",))
 
 
-def _activities(span: SpanRecord) -> list[tuple[str, float]]:
-    """Return the parts of a span; time outside its parts is communication."""
-    if span.command in _COMMANDS:
-        return [(_COMMANDS[span.command], span.duration_s)]
-    parts = [
-        (activity, duration_s)
-        for part, activity in _PARTS.items()
-        if (duration_s := span.timings_s.get(part) or 0.0) > 0
+def _row(record: BatchSizeProbeRecord) -> list[Cell]:
+    speed = Cell(count(record.samples_per_s)) if record.status == "ok" else Cell("out of memory")
+    busy, memory = record.utilization_pct, record.peak_memory_mib
+    return [
+        Cell(f"{record.probe}{' (check)' if record.check else ''}", record.probe),
+        Cell(str(record.batch_size)),
+        speed,
+        Cell(plain(record.samples_per_s_error, 3)),
+        Cell("–" if busy is None else f"{busy:.0f} %"),
+        Cell("–" if memory is None else f"{memory:,.0f} MiB", memory),
+        *(duration_cell(record.timings_s.get(part)) for part in _PARTS),
+        Cell(record.reason + (f"; {record.error}" if record.error else "")),
     ]
-    rest_s = span.duration_s - math.fsum(duration_s for _, duration_s in parts)
-    return [*parts, ("communicate", rest_s)] if rest_s > 0 else parts
-
-
-def _processes_table(run: RunRecords) -> Table:
-    """Return the time of each process by activity, from the first span to the last."""
-    start_s = min(span.start_s for span in run.spans)
-    total_s = max(span.start_s + span.duration_s for span in run.spans) - start_s
-    spent_s: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for span in run.spans:
-        for activity, duration_s in _activities(span):
-            spent_s[span.process][activity] += duration_s
-    rows = []
-    for process in sorted(_main_processes(run), key=_by_pool):
-        by_name = spent_s[process]
-        idle = max(0.0, 1 - math.fsum(by_name.values()) / max(total_s, 1e-9))
-        times = [duration_cell(by_name.get(name)) for name in _COLORS]
-        rows.append([Cell(process), *times, Cell(percent(idle))])
-    caption = f"Time of each process over {duration(total_s)}, from the first command to the last."
-    return Table("processes", caption, ("process", *_COLORS, "idle"), rows)

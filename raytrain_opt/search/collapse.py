@@ -75,8 +75,8 @@ def latest_attempt(history: History, epochs: int) -> Attempt:
 
 
 def last_restart(epochs: int) -> int:
-    """Return the last epoch in which another attempt may begin."""
-    return epochs // 2 + 1
+    """Return the last epoch in which another attempt may begin; 0 if `epochs` is 0, unknown."""
+    return epochs // 2 + 1 if epochs else 0
 
 
 def _loss_limit(history: History) -> float:

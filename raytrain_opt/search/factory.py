@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from raytrain_opt.config.learning_rate import (
     HorizonPolicy,
@@ -14,67 +16,72 @@ from raytrain_opt.config.learning_rate import (
 )
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem
-from raytrain_opt.optim.epoch_steps import EpochSteps
+from raytrain_opt.optim.epoch_steps import EpochSteps, length_of
 from raytrain_opt.optim.schedules import build_schedule
-from raytrain_opt.search.evidence import guessing_loss
 from raytrain_opt.search.fixed_schedule import (
     FixedSchedule,
     PlannedSchedule,
     PlateauSchedule,
     RecordedSchedule,
 )
-from raytrain_opt.search.peak_search import MAX_CANDIDATES
+from raytrain_opt.search.optimizer_race import guessing_loss
 from raytrain_opt.search.policy import Policy
 from raytrain_opt.search.stpt import Stpt
 from raytrain_opt.search.stpt_horizon import HorizonStpt
 from raytrain_opt.storage import read_file
 
-# Longer than any epoch (so that alpha never exceeds it), and exact as a float.
-_ENDLESS_STEPS = 2**53
 
-
-def build_policy(
-    job: Job,
-    steps: EpochSteps,
-    *,
-    channel_norm: bool = True,
-    validation_size: int = 0,
-    step_flops: float = math.inf,
-    class_counts: Sequence[int] = (),
-) -> Policy:
-    """Build the job's policy. Raises JobError if it does not match the steps per epoch.
+@dataclass(frozen=True)
+class TaskFacts:
+    """What a search needs to know of data and network.
 
     `channel_norm`: the network normalizes channels; `validation_size`: samples of the validation
-    split; `step_flops`: operations of an update; see `HorizonStpt`. `class_counts`: samples of
-    each class.
+    split; `step_flops`: operations of an update; `class_counts`: samples of each class.
     """
+
+    channel_norm: bool = True
+    validation_size: int = 0
+    step_flops: float = math.inf
+    class_counts: Sequence[int] = ()
+
+
+def build_policy(job: Job, steps: EpochSteps, facts: TaskFacts = TaskFacts()) -> Policy:
+    """Build the job's policy. Raises JobError if it does not match the steps per epoch."""
     section = job.learning_rate
-    if isinstance(section, HorizonPolicy):
-        return HorizonStpt(
-            section,
-            job.epochs,
-            steps,
-            job.optimizers,
-            channel_norm,
-            validation_size,
-            step_flops,
-            _guessing_loss(job, class_counts),
-        )
-    if isinstance(section, SchedulePolicy):
-        policy: FixedSchedule | PlannedSchedule = PlannedSchedule(section, steps)
-        if job.epochs is not None:
-            fixed = build_schedule(section, epochs=job.epochs, steps_per_epoch=steps.first)
-            policy = FixedSchedule(fixed, steps)
-        if section.shape == "plateau":
-            return PlateauSchedule(policy, section.gamma, section.patience)
-        return policy
-    assert job.epochs is not None  # the schema refuses the others
-    if isinstance(section, StptPolicy):
-        return Stpt(section, job.epochs, steps)
-    return _replay(section, job, job.epochs, steps)
+    return _BUILDERS[type(section)](job, section, steps, facts)
 
 
-def _replay(section: ReplayPolicy, job: Job, epochs: int, steps: EpochSteps) -> RecordedSchedule:
+def _horizon(job: Job, section: HorizonPolicy, steps: EpochSteps, facts: TaskFacts) -> HorizonStpt:
+    return HorizonStpt(
+        section,
+        length_of(job),
+        steps,
+        job.optimizers,
+        facts.channel_norm,
+        facts.validation_size,
+        facts.step_flops,
+        _guessing_loss(job, facts.class_counts),
+    )
+
+
+def _stpt(job: Job, section: StptPolicy, steps: EpochSteps, facts: TaskFacts) -> Stpt:
+    return Stpt(section, length_of(job).known_epochs, steps)
+
+
+def _schedule(job: Job, section: SchedulePolicy, steps: EpochSteps, facts: TaskFacts) -> Policy:
+    epochs = length_of(job).known_epochs
+    policy: FixedSchedule | PlannedSchedule = PlannedSchedule(section, steps)
+    if epochs:
+        fixed = build_schedule(section, epochs=epochs, steps_per_epoch=steps.first)
+        policy = FixedSchedule(fixed, steps)
+    if section.shape == "plateau":
+        return PlateauSchedule(policy, section.gamma, section.patience)
+    return policy
+
+
+def _replay(
+    job: Job, section: ReplayPolicy, steps: EpochSteps, facts: TaskFacts
+) -> RecordedSchedule:
     """Read the schedule that a job replays. Raises JobError if it belongs to another one."""
     schedule = read_schedule(section.schedule)
     recorded = schedule.epochs[-1]
@@ -90,8 +97,16 @@ def _replay(section: ReplayPolicy, job: Job, epochs: int, steps: EpochSteps) -> 
     if recorded.lr_multipliers != multipliers:
         rule = f"the replayed schedule belongs to {dict(recorded.lr_multipliers)}"
         raise JobError([Problem("optimizer.lr_multipliers", rule, str(multipliers))])
-    schedule.check(epochs, steps)
+    schedule.check(length_of(job).known_epochs, steps)
     return schedule
+
+
+_BUILDERS: dict[type, Callable[[Job, Any, EpochSteps, TaskFacts], Policy]] = {
+    HorizonPolicy: _horizon,
+    StptPolicy: _stpt,
+    SchedulePolicy: _schedule,
+    ReplayPolicy: _replay,
+}
 
 
 def _guessing_loss(job: Job, class_counts: Sequence[int]) -> float:
@@ -110,16 +125,3 @@ def read_schedule(path: str) -> RecordedSchedule:
         problem = Problem("learning_rate.schedule", f"cannot be read: {error}", repr(path))
         raise JobError([problem]) from error
     return RecordedSchedule.parse(text, path)
-
-
-def max_candidates(job: Job) -> int:
-    """Return the largest number of candidates of any round of the job; 0 without rounds."""
-    section = job.learning_rate
-    if isinstance(section, HorizonPolicy):
-        return MAX_CANDIDATES
-    if not isinstance(section, StptPolicy) or job.epochs is None:
-        return 0
-    stpt = Stpt(section, job.epochs, EpochSteps(_ENDLESS_STEPS))
-    rounds = range(stpt.warmup.epochs + 1, job.epochs + 1)
-    count = max((len(stpt.multipliers(epoch)) for epoch in rounds), default=0)
-    return count if count > 1 else 0  # a single candidate is no search

@@ -77,6 +77,15 @@ class NoiseScale:
         return max(self.trace, 0.0) / self.gradient_sq if self.gradient_sq > 0 else math.inf
 
     @property
+    def sentence(self) -> str:
+        """Whether a larger batch pays."""
+        return (
+            f"{self}: doubling the global batch of {self.batch_size:g} costs about "
+            f"{self.doubling_cost:.0%} more samples for the same progress; it pays when samples/s "
+            "grow by more"
+        )
+
+    @property
     def doubling_cost(self) -> float:
         """Fraction by which the samples grow, for the same progress, when the batch doubles."""
         return self.batch_size / (self.value + self.batch_size)
@@ -87,21 +96,6 @@ class NoiseScale:
             return "more than can be measured (noise dominates)"
         rough = f" (from only {self.updates} updates, a rough estimate)"
         return f"{self.value:.3g}{rough if self.updates < _MIN_UPDATES else ''}"
-
-
-@dataclass(frozen=True)
-class NoiseScaleSummary:
-    """Noise scale of a training. It is also its form in result.json."""
-
-    stages: Annotated[
-        tuple[NoiseScale, ...],
-        Field(description="One for each half of the epochs; a single one for one epoch."),
-    ]
-    doubling_cost: Annotated[
-        _Number,
-        Field(description="Fraction of samples that a doubled batch costs for equal progress."),
-    ]
-    sentence: Annotated[str, Field(description="The result as a sentence.")]
 
 
 def pool_noise_scales(parts: Sequence[NoiseScale]) -> NoiseScale:
@@ -115,30 +109,3 @@ def pool_noise_scales(parts: Sequence[NoiseScale]) -> NoiseScale:
 def log_efficiency(noise_scale: float, batch_size: float) -> float:
     """Return log(1 / (1 + B / N)), the progress per sample; 0 for a batch far below the noise."""
     return -math.log1p(batch_size / max(noise_scale, _NOISELESS))
-
-
-def summarize(epochs: Sequence[NoiseScale]) -> NoiseScaleSummary | None:
-    """Summarize the noise scales of all epochs; None without any.
-
-    The noise scale grows during training, so each half of the epochs has its own, and the cost
-    of doubling is the mean over both halves: they take the same number of samples.
-    """
-    if not epochs:
-        return None
-    half = len(epochs) // 2
-    stages = [pool_noise_scales(part) for part in (epochs[:half], epochs[half:]) if part]
-    cost = fmean([stage.doubling_cost for stage in stages])
-    return NoiseScaleSummary(tuple(stages), cost, sentence(stages))
-
-
-def sentence(stages: Sequence[NoiseScale]) -> str:
-    """Say whether a larger batch pays. `stages`: of the training, or of its two halves."""
-    names = ["first half", "second half"] if len(stages) > 1 else ["training"]
-    scales = "; ".join(f"{stage} in the {n}" for stage, n in zip(stages, names, strict=True))
-    sizes = {stage.batch_size for stage in stages}
-    batch = f"the global batch of {sizes.pop():g}" if len(sizes) == 1 else "the global batch"
-    cost = fmean([stage.doubling_cost for stage in stages])
-    return (
-        f"{scales}: doubling {batch} costs about {cost:.0%} more samples for the same progress; "
-        "it pays when samples/s grow by more"
-    )

@@ -7,12 +7,28 @@ Each optimizer has a search of its own (see `peak_search`), with candidates of e
     one   the first candidate of the fine stage: the other one with the lowest coarse loss. It
           leaves if its loss is clearly higher, else it gets the complete stage
     then  the first of the list, or the other one if its fine candidate is better, with its peak;
-          if no candidate has learned anything, the first at its usual rate (see `evidence`)
+          if no candidate has learned anything, the first at its usual rate (see below)
 
 Schedules of the fine stage put optimizers in the order of full trainings where those do not
 overfit (`benchmarks/RESULTS.md`); differences after the coarse stage are small, so the first of
 the list, which is the preferred one, is not excluded by them. An optimizer whose candidates all
 diverge leaves the race.
+
+Whether candidates have learned enough for a decision.
+
+    U   validation loss of the candidate that hardly trained (the highest, of several optimizers);
+        of several optimizers of a classifier, at most the loss of a guess by class frequency
+    L   validation loss of the best candidate
+    e   standard error of L over the samples of the validation split
+
+    decided     U - L > max(3 e, 0.01 |U|)
+    replaces    another optimizer replaces the preferred one if its L is lower by more than its e
+
+A network that hardly trained says nearly the same of every sample, so the standard error of the
+differences, sample by sample, is about e. A fall of less than a hundredth is that of a network
+that has learned how frequent the classes are, and nothing of their samples. The loss of a network
+that starts with confident guesses falls by more than that while it learns no more: hence the limit
+of U. Above it a lower loss says something about rates, but nothing about optimizers.
 """
 
 from __future__ import annotations
@@ -22,7 +38,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from raytrain_opt.errors import DivergedError
-from raytrain_opt.search.evidence import has_learned, is_better, noise
 from raytrain_opt.search.peak_search import (
     COARSE,
     FINE,
@@ -35,6 +50,33 @@ from raytrain_opt.search.peak_search import (
     steps_left,
 )
 from raytrain_opt.search.policy import CandidateResult, Decision, shown_failure
+
+_ERRORS, _LEAST_FALL = 3.0, 0.01
+
+
+def guessing_loss(class_counts: Sequence[int], label_smoothing: float = 0.0) -> float:
+    """Return the cross entropy of a guess by the frequencies of classes; infinite without any."""
+    if not class_counts:
+        return math.inf
+    even = label_smoothing / len(class_counts)
+    shares = [even + (1 - label_smoothing) * n / sum(class_counts) for n in class_counts]
+    return -math.fsum(share * math.log(share) for share in shares if share)
+
+
+def noise(best: CandidateResult, untrained: float) -> float:
+    """Return by how much the best loss has to be below that of a network that hardly trained."""
+    return max(_ERRORS * best.val_loss_error, _LEAST_FALL * abs(untrained))
+
+
+def has_learned(best: CandidateResult, untrained: float) -> bool:
+    """Return whether the best candidate says anything about optimizers and rates."""
+    return untrained - best.val_loss > noise(best, untrained)
+
+
+def is_better(other: CandidateResult, preferred: CandidateResult) -> bool:
+    """Return whether another optimizer's best candidate replaces that of the preferred one."""
+    return preferred.val_loss - other.val_loss > other.val_loss_error
+
 
 # Optimizers that get a fine stage, the first of the list among them.
 _FINALISTS = 2

@@ -61,9 +61,6 @@ FEWEST_STEPS = _MIN_STEPS * (_COARSE_CANDIDATES + _FINE_CANDIDATES)
 # Eight extensions reach eight decades from the initial rate: beyond that, the cause is another.
 _MAX_EXTENSIONS = 8
 
-# The largest number of candidates of a round.
-MAX_CANDIDATES = len(_FIRST_OFFSETS)
-
 
 def point_to_lr(point: float) -> float:
     """Return the learning rate of a point of the lattice, or of one between two points."""

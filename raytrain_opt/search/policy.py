@@ -233,6 +233,11 @@ class Policy(Protocol):
     """A learning-rate policy."""
 
     @property
+    def search_updates(self) -> float:
+        """The updates of all candidates, at most; 0 where there are none or it is unknown."""
+        return 0
+
+    @property
     def last_restart(self) -> int:
         """The last epoch in which it may start again; 0 if it never does."""
         return 0

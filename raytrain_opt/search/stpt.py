@@ -74,6 +74,11 @@ class Stpt(Policy):
         epochs = round(_MIX_WARMUP * self.epochs / _MIX_EPOCHS)
         return Warmup(epochs=epochs if self.section.candidates == "mix" else 0)
 
+    @property
+    def search_updates(self) -> float:
+        epochs = range(self.warmup.epochs + 1, self.epochs + 1)
+        return sum(len(self.multipliers(e)) * self.alpha_steps(e) for e in epochs)
+
     def multipliers(self, epoch: int) -> tuple[float, ...]:
         """Return the multipliers of `epoch`, counted from 1."""
         own = self.section.candidates
@@ -113,7 +118,7 @@ class Stpt(Policy):
             reason,
             candidates,
             (1.0,) * alpha,
-            score=self.section.score,
+            score="val_metric",
             keeps_winner=True,
         )
 
@@ -157,8 +162,7 @@ class Stpt(Policy):
             lr, tried = action.base_lr, tuple(results)
             return Decision(action.epoch, lr, scores, None, lr / 2, reason, tried=tried)
         winner, tied = action.ranked(results)[0], scores.count(max(scores))
-        compared = "loss" if action.score == "val_loss" else winner.metric.name
-        reason = f"best validation {compared} of {len(results)}"
+        reason = f"best validation {winner.metric.name} of {len(results)}"
         if tied > 1:
             reason += f"; {tied} tied, multiplier closest to 1.0 taken"
         lr = winner.candidate.lr

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from raytrain_opt.config.learning_rate import FINE_TUNING_LR, HorizonPolicy
 from raytrain_opt.config.updates import OptimizerSection
-from raytrain_opt.optim.epoch_steps import EpochSpan, EpochSteps
+from raytrain_opt.optim.epoch_steps import EpochSpan, EpochSteps, Length
 from raytrain_opt.optim.schedules import RelativeSchedule
 from raytrain_opt.search.collapse import Attempt, last_restart, latest_attempt
 from raytrain_opt.search.optimizer_race import OptimizerRace, all_diverged
@@ -67,32 +67,36 @@ class HorizonStpt(Policy):
     """The policy, configured by a section of the job file."""
 
     section: HorizonPolicy
-    epochs: int | None  # None: as the plans of the history say
+    length: Length
     steps: EpochSteps
     optimizers: tuple[OptimizerSection, ...]
     channel_norm: bool = True  # the network has BatchNorm, GroupNorm or InstanceNorm
     validation_size: int = 0  # samples of the validation split
     step_flops: float = math.inf  # operations of an update
-    guessing_loss: float = math.inf  # see `evidence`
+    guessing_loss: float = math.inf  # see `optimizer_race`
 
     def schedule(self, optimizer: int) -> RelativeSchedule:
         """Return the schedule of the full training, relative to the peak."""
         section, warmup = self.optimizers[optimizer], self.section.warmup_fraction
         shape = "constant" if section.is_schedule_free else self.section.shape
-        return RelativeSchedule(shape, section.usual_warmup if warmup is None else warmup)
+        return RelativeSchedule(shape, section.traits.usual_warmup if warmup is None else warmup)
 
     def span(self, epoch: int, history: History, start: int = 0) -> EpochSpan:
         """Return the part that this epoch covers of the training after the first `start` ones."""
-        if self.epochs is None:
-            return history.plans[-1]
-        return self.steps.span(epoch, self.epochs, start)
+        return self.length.span(epoch, self.steps, history.plans, start)
 
     def _attempt(self, history: History) -> Attempt:
-        return Attempt() if self.epochs is None else latest_attempt(history, self.epochs)
+        return latest_attempt(history, self.length.known_epochs)
+
+    @property
+    def search_updates(self) -> float:
+        if self.length.includes_search or not self.race(History()).is_possible:
+            return 0
+        return self._budget(History())
 
     @property
     def last_restart(self) -> int:
-        return 0 if self.epochs is None else last_restart(self.epochs)
+        return last_restart(self.length.known_epochs)
 
     def race(self, history: History) -> OptimizerRace:
         """Return the search before epoch 1: of the first optimizer only, if too short for all."""
@@ -107,7 +111,7 @@ class HorizonStpt(Policy):
         """
         cost, steps = self.section.max_search_cost, self._updates(history)
         fraction = _USUAL_COST if cost == "auto" else cost
-        if self.epochs is None:
+        if self.length.includes_search:
             return steps * fraction / (1 + fraction)
         if cost != "auto":
             return fraction * steps
@@ -121,9 +125,7 @@ class HorizonStpt(Policy):
 
     def _updates(self, history: History) -> int:
         """Return the updates of the training, as planned at first."""
-        if self.epochs is None:
-            return history.plans[0].total_steps
-        return self.epochs * self.steps.first
+        return self.length.planned_steps(self.steps, history.plans)
 
     def _race(self, optimizers: Sequence[OptimizerSection], budget: float) -> OptimizerRace:
         steps = CandidateSteps.within(
@@ -133,7 +135,9 @@ class HorizonStpt(Policy):
             optimizers=len(optimizers),
         )
         searches = (
-            PeakSearch(self._initial(i), steps, budget, optimizer.usual_lr, self._peak_factor)
+            PeakSearch(
+                self._initial(i), steps, budget, optimizer.traits.usual_lr, self._peak_factor
+            )
             for i, optimizer in enumerate(optimizers)
         )
         names = (str(optimizer.name) for optimizer in optimizers)
@@ -151,7 +155,7 @@ class HorizonStpt(Policy):
         initial = self.section.initial
         if len(self.optimizers) == 1 and initial not in (_SGD_LR, FINE_TUNING_LR):
             return initial
-        usual_lr = self.optimizers[optimizer].usual_lr or _SGD_LR
+        usual_lr = self.optimizers[optimizer].traits.usual_lr or _SGD_LR
         return initial * usual_lr / _SGD_LR
 
     def next(self, epoch: int, history: History) -> TryCandidates | StartAgain | TrainEpoch:
@@ -268,6 +272,7 @@ class HorizonStpt(Policy):
         )
 
     def _watch(self, attempt: Attempt) -> Watch | None:
-        if self.epochs is None or not self.validation_size:
+        if not self.validation_size:
             return None
-        return Watch.of(self.epochs - attempt.start, channel_norm=self.channel_norm)
+        epochs = self.length.known_epochs - attempt.start
+        return Watch.of(epochs, channel_norm=self.channel_norm)

@@ -18,8 +18,8 @@ from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.batch_size import BatchSizeSection
 from raytrain_opt.data.base import Batch, no_op
 from raytrain_opt.errors import ResourcesError
-from raytrain_opt.models.dry_run import preserve_model
-from raytrain_opt.monitoring.samplers import NullSampler, Sampler, UtilizationMonitor, open_sampler
+from raytrain_opt.models.factory import preserve_model
+from raytrain_opt.monitoring import NullSampler, Sampler, UtilizationMonitor, open_sampler
 from raytrain_opt.optim.averaging import use_training_weights
 from raytrain_opt.optim.factory import update_weights
 from raytrain_opt.results import GradientNorms, Probe
@@ -141,7 +141,7 @@ def open_probe_sampler(section: BatchSizeSection, device: torch.device, threads:
         return open_sampler(section.utilization, threads=threads, gpu_uuid=uuid)
     except ResourcesError:
         # NVML cannot watch this GPU (MIG). Only a strategy that needs utilization must fail.
-        if section.strategy == "gpu_usage_maximize" or section.utilization.sampler != "auto":
+        if section.needs_utilization or section.utilization.sampler != "auto":
             raise
         return NullSampler()
 
@@ -298,8 +298,7 @@ def _is_precise(
         return False
     if total_s >= section.max_probe_s * factor:
         return True
-    needs_utilization = section.strategy == "gpu_usage_maximize"
-    if needs_utilization and utilization_samples < _MIN_UTILIZATION_SAMPLES:
+    if section.needs_utilization and utilization_samples < _MIN_UTILIZATION_SAMPLES:
         return False
     mean_s, error_s = mean_and_error(step_s)
     precise = error_s <= section.relative_error * mean_s

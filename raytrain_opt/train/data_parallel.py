@@ -6,6 +6,7 @@ Gradients and buffers are added along one tree, in a single process as between s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -22,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.updates import ParallelSection
-from raytrain_opt.errors import JobError
+from raytrain_opt.errors import DataError, JobError
 from raytrain_opt.results import EvalTotals
 from raytrain_opt.threads import start_thread
 from raytrain_opt.train.batch_norm import StepBuffers
@@ -31,6 +32,7 @@ from raytrain_opt.train.load_balance import LoadBalance
 from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.phase import first_failure
 from raytrain_opt.train.step_check import unused_parameters
+from raytrain_opt.train.task import Task, aggregate, aggregates, metric_of
 from raytrain_opt.train.tree_sum import TreeExchange, TreeSum, additions_after
 
 _DDP_ARGUMENTS = signature(DistributedDataParallel).parameters
@@ -142,7 +144,7 @@ class DataParallel(Parallel):
         self._hooks: list[RemovableHandle] = []
         needs_all = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
         self._balance = LoadBalance(self._device, equal=needs_all)
-        self._noise = NoiseTracker(model, enabled=section.noise_scale)
+        self._noise = NoiseTracker(model)
         self._sender = _SideStream(self._device) if self._device.type == "cuda" else _Thread()
         super().__init__(model, section)
         self.forward = self._wrap()
@@ -412,3 +414,32 @@ def sum_over_ranks(totals: EvalTotals, device: torch.device) -> EvalTotals:
     failure = first_failure(totals.failure, sum(sums))
     scored = replace(totals, samples=int(samples), sums=named, loss_squares=squares)
     return replace(scored, failure=failure)
+
+
+def aggregate_ranks(task: Task, totals: EvalTotals) -> EvalTotals:
+    """Return the sums of all ranks with the metrics of the task's `aggregate`, alike on all.
+
+    The first rank computes them from the outputs of all ranks, which are in the order of the
+    samples. They are NaN if the loss is not finite. Raises DataError.
+    """
+    if not aggregates(task):
+        return totals
+    unknown = replace(totals, outputs=None, aggregated={metric_of(task).name: math.nan})
+    if not math.isfinite(totals.loss):
+        return unknown
+    parts: list[Any] = [totals.outputs]
+    if dist.is_initialized():
+        is_first = dist.get_rank() == 0
+        parts = [None] * dist.get_world_size()
+        dist.gather_object(totals.outputs, parts if is_first else None)
+    result: list[Any] = [None]
+    if parts[0] is not None:
+        try:
+            result = [aggregate(task, parts)]
+        except DataError as error:
+            result = [error]
+    if dist.is_initialized():
+        dist.broadcast_object_list(result)
+    if isinstance(result[0], DataError):
+        raise result[0]
+    return replace(unknown, aggregated=result[0])

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from io import BytesIO
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,13 @@ from raytrain_opt.data import TrainingData
 from raytrain_opt.data.base import Batch
 from raytrain_opt.data.transforms import Preprocessing
 from raytrain_opt.results import MAX_MISTAKES, EvalTotals, Predictions, Split
-from raytrain_opt.train.task import Classification, Task, metric_of
+from raytrain_opt.train.task import (
+    Classification,
+    Task,
+    aggregates,
+    keep_outputs,
+    metric_of,
+)
 
 # Longest side of the image of a mistake, in pixels.
 _THUMBNAIL_PX = 64
@@ -54,6 +61,7 @@ class Evaluator:
         The values are NaN if a batch raised what `attempt` does not raise.
         """
         started_s, samples, info = monotonic_s(), 0, self.data.info
+        outputs: dict[str, list[Any]] | None = {} if aggregates(self.task) else None
         device = next(self.model.parameters()).device
         sums = torch.zeros(len(self.names) + 1, device=device, dtype=torch.float64)
         self.model.eval()
@@ -74,6 +82,8 @@ class Evaluator:
                 return EvalTotals(1, nothing, monotonic_s() - started_s, metric)
             if recorder is not None:
                 recorder.add(batch)
+            if outputs is not None:
+                keep_outputs(outputs, values)
             squares = values["loss"].double().square()
             columns = [*(values[name].double() for name in self.names), squares]
             sums += torch.stack([column.sum() for column in columns])
@@ -88,6 +98,7 @@ class Evaluator:
             metric_of(self.task),
             predictions,
             loss_squares=loss_squares,
+            outputs=outputs,
         )
 
 

@@ -60,15 +60,15 @@ class GradientNormMeter:
 
 
 class NoiseTracker:
-    """If enabled, measures every `MEASURE_EVERY`-th step that has at least two micro-batches.
+    """Measures every `MEASURE_EVERY`-th step that has at least two micro-batches.
 
     Counted back from the phase's last step: a phase that goes on after a resume measures the same.
 
     All ranks must make the same calls. Values stay on the device until the phase ends.
     """
 
-    def __init__(self, model: nn.Module, *, enabled: bool) -> None:
-        self._model, self._enabled = model, enabled
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self.begin_phase(0, 0, lambda loss: loss)
 
     def begin_phase(self, steps: int, count: int, scale: Scale) -> None:
@@ -84,7 +84,7 @@ class NoiseTracker:
     @property
     def _is_due(self) -> bool:
         counts = self._remaining > 0 and (self._remaining - 1) % MEASURE_EVERY == 0
-        return self._enabled and self._count > 1 and counts
+        return self._count > 1 and counts
 
     def micro_batch(self) -> AbstractContextManager[None]:
         """Wrap forward and backward of one micro-batch."""

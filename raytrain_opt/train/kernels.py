@@ -58,14 +58,16 @@ def compile_model(setting: Compile, model: nn.Module, device: torch.device) -> C
 
     `auto` compiles networks with attention on GPUs. The parameters stay the same objects.
     """
-    if setting == "auto":
+    is_auto = setting == "auto"
+    if is_auto:
         setting = "off"
         if device.type == "cuda":
-            # What nobody asked to compile must not end a run: it stays eager, with a warning.
-            torch._dynamo.config.suppress_errors = True
             has_attention = any(_ATTENTION.search(type(m).__name__) for m in model.modules())
             setting = "default" if has_attention else "off"
     if setting != "off":
+        # What nobody asked to compile must not end a run: it stays eager, with a warning.
+        torch._dynamo.config.suppress_errors = is_auto
+
         # Not `Module.compile`, which skips a Sequential of torch's layers with torch 2.11.
         def call(*args: Any, **kwargs: Any) -> Any:
             return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]

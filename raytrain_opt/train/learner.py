@@ -43,7 +43,7 @@ from raytrain_opt.results import (
     TrainTotals,
 )
 from raytrain_opt.train import batch_norm
-from raytrain_opt.train.data_parallel import Parallel
+from raytrain_opt.train.data_parallel import Parallel, aggregate_ranks, sum_over_ranks
 from raytrain_opt.train.evaluation import Evaluator
 from raytrain_opt.train.kernels import autocast_dtype, choose_kernels, compile_model, eager
 from raytrain_opt.train.learner_config import LearnerConfig
@@ -90,7 +90,7 @@ class Learner:
         with seeded(f"{config.seed} task", device):
             self.task = build_task(config.task, config.loss, self.info, device)
         self.model = self._build_model()
-        names = find_metric_names(self.task, self.model, self.data.two_samples("train"))
+        names = find_metric_names(self.task, self.model, self.data.first_samples("train"))
         self._evaluator = Evaluator(
             self.model, self.task, names, self.data, self.autocast, self._seed, self._attempt
         )
@@ -319,6 +319,13 @@ class Learner:
         """
         totals = self._evaluator.evaluate(split, rank, world_size, self.eval_batch_size, on_step)
         return replace(totals, failure=describe(self._phase.failure))
+
+    def add_ranks(self, part: EvalTotals) -> EvalTotals:
+        """Return the totals of all ranks for this one's, with the task's metrics of a whole set.
+
+        All ranks must call this together. Raises DataError.
+        """
+        return aggregate_ranks(self.task, sum_over_ranks(part, self.device))
 
     def finish_phase(self, *, fresh: bool = False) -> None:
         """Let BatchNorm's running averages belong to the weights. Raises JobError if ranks differ.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from raytrain_opt.config.data import DataSection, HoldOut
@@ -14,6 +14,7 @@ from raytrain_opt.config.schema import (
     Precision,
     TaskSection,
 )
+from raytrain_opt.config.section import function_name
 from raytrain_opt.config.updates import (
     AverageSection,
     BatchNormSection,
@@ -24,6 +25,8 @@ from raytrain_opt.config.updates import (
 from raytrain_opt.results import EVAL_BLOCK_SIZE
 from raytrain_opt.train.micro_batches import usual_splits
 
+# Sections that may hold objects of the user's own, which can be large.
+OBJECT_SECTIONS = ("model", "data", "task", "loss")
 # Forward passes keep no activations, so 256 samples fit wherever a training step does.
 _MIN_EVAL_BATCH_SIZE = 256
 
@@ -59,6 +62,17 @@ class LearnerConfig:
         values["worker_count"] = job.workers.size
         values["eval_batch_size_per_worker"] = job.evaluate.batch_size_per_worker
         return cls(**values)
+
+    def named(self, *sections: str) -> LearnerConfig:
+        """Return the settings with names only, in these sections, of functions and objects."""
+        values = {section: getattr(self, section) for section in sections}
+        return replace(
+            self,
+            **{
+                section: value.model_copy(update={"name": function_name(value.name)})
+                for section, value in values.items()
+            },
+        )
 
     @property
     def batch_size_per_worker(self) -> int:

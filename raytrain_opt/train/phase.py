@@ -13,7 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raytrain_opt.clock import monotonic_s
-from raytrain_opt.errors import DivergedError, RaytrainOptError, is_lost_connection
+from raytrain_opt.errors import (
+    DivergedError,
+    RaytrainOptError,
+    UserCodeError,
+    is_lost_connection,
+    origin,
+)
 from raytrain_opt.results import TrainTotals
 from raytrain_opt.train.micro_batches import MicroBatches
 
@@ -111,6 +117,7 @@ def failed_steps(
 
     The loss of the phase becomes NaN. The phase goes on until the next look at the loss, because
     other ranks wait for the gradients of this one: `repair` makes up for those that are missing.
+    That breaks if they wait in a collective of the model's own: UserCodeError has the exception.
     Other exceptions are raised. A training is ruined only if some of its values are not finite.
     """
     try:
@@ -125,7 +132,18 @@ def failed_steps(
         phase.failure = phase.failure or error
         for losses in phase.losses[-1:]:
             losses.fill_(math.nan)
-        repair()
+        try:
+            repair()
+        except RuntimeError as broken:
+            raise lone_failure(error) from broken
+
+
+def lone_failure(error: Exception) -> UserCodeError:
+    """Return the error of a group in which one rank raised this and the others wait for it."""
+    return UserCodeError(
+        f"{describe(error)} (at {origin(error)}) was raised by this worker, while others wait for "
+        "it in a collective that the model calls itself; raise it on all workers, or on none"
+    )
 
 
 def _is_failed_step(error: Exception) -> bool:

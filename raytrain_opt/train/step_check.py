@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from raytrain_opt.data.base import Batch
 from raytrain_opt.data.batch_reader import cause
 from raytrain_opt.errors import JobError, Problem, first_of, listed
-from raytrain_opt.models.dry_run import check_output, preserve_model
+from raytrain_opt.models.factory import check_output, preserve_model
 from raytrain_opt.optim.factory import set_lr
 from raytrain_opt.random_state import find_generators, seed_all
 from raytrain_opt.train.checkpoint import require_readable
@@ -168,7 +168,8 @@ def _try_update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def _evaluate(task: Task, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     seed_all(0, generators=find_generators(task, model))
-    return evaluate_once(task, model, batch)
+    values = evaluate_once(task, model, batch)
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def _require_same_tensors(

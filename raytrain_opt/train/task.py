@@ -1,29 +1,34 @@
 """What a training minimizes and measures: classification, or a task of the user's own.
 
 A task is a class with two methods and, for the metric that decides which weights are better, the
-attributes `metric` (default: loss) and `higher_is_better`. See docs/tasks.md.
+attributes `metric` (default: loss) and `higher_is_better`. With a third method, `aggregate`, it
+computes metrics of a whole set, such as F1, which are no means over samples. See docs/tasks.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from traceback import extract_tb
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_map
 
 from raytrain_opt.config.error_messages import nearest
-from raytrain_opt.config.functions import resolve_function
+from raytrain_opt.config.load import resolve_function
 from raytrain_opt.config.schema import CLASSIFICATION, LossSection, TaskSection
-from raytrain_opt.config.section import NameOrFunction, is_function_name
+from raytrain_opt.config.section import Instance, NameOrFunction, is_function_name
 from raytrain_opt.data.base import Batch, DataInfo
 from raytrain_opt.data.batch_reader import cause
 from raytrain_opt.data.nesting import leaves, map_leaves
 from raytrain_opt.errors import DataError, JobError, Problem, problems_of
-from raytrain_opt.models.dry_run import preserve_model
+from raytrain_opt.models.factory import preserve_model
 from raytrain_opt.results import Metric
 
 _CROSS_ENTROPY = "cross_entropy"
@@ -36,7 +41,10 @@ class Task(Protocol):
         """Return the mean loss over the samples of the batch, []."""
 
     def validation_metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
-        """Return `loss` and any other metrics of each sample, [samples] each."""
+        """Return `loss` and any other metrics of each sample, [samples] each.
+
+        With `aggregate`, others are its inputs: tensors [samples, ...], or lists of any values.
+        """
 
 
 class Classification:
@@ -44,7 +52,12 @@ class Classification:
 
     metric = "accuracy"
 
-    def __init__(self, section: LossSection, class_weights: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        section: LossSection,
+        class_weights: Tensor | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
         """Raise JobError with the problems that `check_loss` finds."""
         if problems := check_loss(section):
             raise JobError(problems)
@@ -53,7 +66,7 @@ class Classification:
         self.loss: Callable[..., Tensor] = (
             partial(functional.cross_entropy, label_smoothing=section.label_smoothing)
             if self._is_cross_entropy
-            else partial(_call_user_loss, resolve_function(section.name, "loss.name"))
+            else partial(_call_user_loss, _user_loss(section.name, device))
         )
 
     def training_loss(self, model: nn.Module, batch: Any) -> Tensor:
@@ -96,10 +109,11 @@ def check_task(section: TaskSection) -> list[Problem]:
         return [Problem("task.args", rule)] if section.args else []
     if problems := _check_name(name, "task.name", CLASSIFICATION, "package.module:Class"):
         return problems
-    task = resolve_function(name, "task.name")
+    task: Any = resolve_function(name, "task.name")
+    task = task.value if isinstance(task, Instance) else task
     methods = ("training_loss", "validation_metrics")
     missing = [m for m in methods if not hasattr(task, m)]
-    rule = f"must be a class with the methods {' and '.join(methods)}(model, batch)"
+    rule = f"must be a class or object with the methods {' and '.join(methods)}(model, batch)"
     return [Problem("task.name", rule, f"without {', '.join(missing)}")] if missing else []
 
 
@@ -110,7 +124,7 @@ def build_task(
     if problems := check_task(section):
         raise JobError(problems)
     if section.is_classification:
-        return Classification(loss, _class_weights(loss, info, device))
+        return Classification(loss, _class_weights(loss, info, device), device)
     try:
         task: Task = resolve_function(section.name, "task.name")(**section.args)
     except Exception as error:
@@ -145,10 +159,93 @@ def metric_of(task: Task) -> Metric:
     return Metric(name, getattr(task, "higher_is_better", name != "loss"))
 
 
+def aggregates(task: Task) -> bool:
+    """Return whether the task computes metrics of a whole set from the outputs of all samples."""
+    return getattr(task, "aggregate", None) is not None
+
+
+def keep_outputs(outputs: dict[str, list[Any]], values: Mapping[str, Any]) -> None:
+    """Append the outputs of a batch, on the CPU."""
+    for name, value in values.items():
+        outputs.setdefault(name, []).append(tree_map(on_cpu, value))
+
+
+def aggregate(task: Any, parts: Sequence[Mapping[str, list[Any]]]) -> dict[str, float]:
+    """Return the task's metrics of a whole set; `parts`: the outputs of each rank, by batch.
+
+    Raises DataError: it raised, or returned something else than numbers with the metric that
+    decides.
+    """
+    batches: dict[str, list[Any]] = {}
+    for part in parts:
+        for name, of_rank in part.items():
+            batches.setdefault(name, []).extend(of_rank)
+    try:
+        outputs = {name: _join(name, values) for name, values in batches.items()}
+        if hasattr(task.aggregate, "compute"):
+            update = {"args": (outputs["preds"], outputs["target"]), "kwargs": {}}
+            values = compute_metric(task.aggregate, [update])
+        else:
+            values = task.aggregate(outputs)
+        metrics = {name: float(value) for name, value in values.items()}
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError("task", f"aggregate raised {cause(error)}") from error
+    if (name := metric_of(task).name) not in ("loss", *metrics):
+        raise DataError("task", f"aggregate must return the metric {name}, not {list(metrics)}")
+    return metrics
+
+
+def _join(name: str, batches: list[Any]) -> Any:
+    if isinstance(batches[0], list):
+        return list(chain.from_iterable(batches))
+    shapes = sorted({tuple(batch.shape[1:]) for batch in batches})
+    if len(shapes) > 1:
+        rule = f"{name} has shapes {shapes[0]} and {shapes[-1]} in two batches, without the first"
+        hint = f"axis; return a list with the values of each sample: list({name})"
+        raise DataError("task", f"aggregate gets all outputs as one tensor, but {rule} {hint}")
+    return torch.cat(batches)
+
+
+def compute_metric(metric: Any, updates: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the numbers that a Metric or MetricCollection of torchmetrics computes.
+
+    updates: `args` and `kwargs` of each call of `update`, of all ranks.
+    """
+    from torchmetrics import MetricCollection
+
+    collection = copy.deepcopy(metric)
+    if not isinstance(metric, MetricCollection):
+        collection = MetricCollection([collection])
+    collection.reset()
+    for part in collection.values(copy_state=False):
+        part.distributed_available_fn = lambda: False  # nothing is left to add
+    for update in updates:
+        collection.update(*update["args"], **update["kwargs"])
+    return {n: v for n, v in collection.compute().items() if getattr(v, "ndim", 0) == 0}
+
+
 def find_metric_names(task: Task, model: nn.Module, batch: Batch) -> tuple[str, ...]:
-    """Evaluate a batch of samples once, and preserve model and task; see `evaluate_once`."""
+    """Evaluate a batch of samples once, and preserve model and task; see `evaluate_once`.
+
+    Only `loss` if the task aggregates the others. Raises DataError for mistakes in `aggregate`.
+    """
     with preserve_model(model, next(leaves(batch.x)).device, task):
-        return tuple(evaluate_once(task, model, batch))
+        values = evaluate_once(task, model, batch)
+        if not aggregates(task):
+            return tuple(values)
+        outputs: dict[str, list[Any]] = {}
+        keep_outputs(outputs, values)
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                aggregate(task, [outputs])
+        except DataError as error:
+            # Two samples may be too few for a metric, which no mistake of these kinds explains.
+            mistakes = (TypeError, LookupError, AttributeError, NameError, ImportError)
+            if error.__cause__ is None or isinstance(error.__cause__, mistakes):
+                raise
+        return ("loss",)
 
 
 def evaluate_once(task: Task, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -162,13 +259,17 @@ def evaluate_once(task: Task, model: nn.Module, batch: Batch) -> dict[str, Tenso
             values = task.validation_metrics(model, batch.content)
     except Exception as error:
         raise explained(task, error, batch, "validation_metrics", model) from error
-    needed = dict.fromkeys(("loss", metric_of(task).name))
+    whole_set = aggregates(task)
+    needed = dict.fromkeys(("loss",) if whole_set else ("loss", metric_of(task).name))
     if not isinstance(values, Mapping) or not needed.keys() <= values.keys():
         rule = f"must return a dict with {' and '.join(needed)}"
         found = list(values) if isinstance(values, Mapping) else _described(values)
         raise DataError("task", f"validation_metrics {rule}, not {found}")
     for name, value in values.items():
-        if not isinstance(value, torch.Tensor) or value.shape != (batch.size,):
+        shape = value.shape if isinstance(value, torch.Tensor) else None
+        if whole_set and name != "loss":
+            shape = torch.Size([len(value)]) if isinstance(value, list) else shape and shape[:1]
+        if shape != (batch.size,):
             rule = f"must return one value per sample; for {batch.size} samples {name} is"
             raise DataError("task", f"validation_metrics {rule} {_described(value)}")
     return dict(values)
@@ -193,6 +294,11 @@ def count_flops(task: Task, model: nn.Module, batch: Batch) -> float:
         except RuntimeError:  # of the counter: the loss, which was tried, uses autograd.grad
             return float("inf")
     return 3 * counter.get_total_flops() / batch.size
+
+
+def on_cpu(leaf: Any) -> Any:
+    """Return a tensor on the CPU, without its gradient; another value as it is."""
+    return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
 
 
 def require_scalar(loss: object) -> None:
@@ -237,6 +343,14 @@ def _check_name(name: NameOrFunction, path: str, built_in: str, form: str) -> li
         hint = nearest(str(name), [built_in], cutoff=0.4)
         return [Problem(path, f"must be {built_in} or {form}", repr(name), hint)]
     return problems_of(lambda: resolve_function(name, path))
+
+
+def _user_loss(name: NameOrFunction, device: torch.device | str) -> Callable[..., Any]:
+    function = resolve_function(name, "loss.name")
+    if not isinstance(function, Instance):
+        return function
+    loss = function()
+    return loss.to(device) if isinstance(loss, nn.Module) else loss
 
 
 def _call_user_loss(function: Callable[..., Any], output: Tensor, labels: Tensor) -> Tensor:

@@ -7,8 +7,9 @@ unit), the network and the batch. No rule about sizes holds on two machines; som
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -18,7 +19,7 @@ from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.schema import Precision
 from raytrain_opt.data.base import Batch
 from raytrain_opt.data.nesting import map_leaves
-from raytrain_opt.models.dry_run import preserve_model
+from raytrain_opt.models.factory import preserve_model
 from raytrain_opt.train.kernels import autocast_dtype
 from raytrain_opt.train.task import Task
 
@@ -30,30 +31,48 @@ _LIMIT_S = 1.0  # no round begins later
 _GAIN = 0.05
 
 
-def choose_threads(
-    task: Task, model: nn.Module, samples: Batch, precision: Precision, batch_size: int, most: int
-) -> int:
-    """Return the number of threads, at most `most`, for training with a batch size on the CPU.
+@dataclass(frozen=True)
+class StepTimer:
+    """Times training steps on the CPU, of `samples` repeated to a batch.
 
-    `samples`: some of the training set, repeated to a batch. Model and task are preserved.
+    Model and task are preserved.
     """
-    cpu = torch.device("cpu")
-    rows = torch.arange(batch_size) % samples.size
-    x, y = map_leaves(lambda leaf: None if leaf is None else leaf[rows], (samples.x, samples.y))
-    content, dtype = replace(samples, x=x, y=y).content, autocast_dtype(precision, cpu)
 
-    def step() -> None:
-        model.zero_grad(set_to_none=True)
-        with torch.autocast("cpu", dtype, enabled=dtype is not None):
-            loss = task.training_loss(model, content)
-        loss.backward()  # type: ignore[no-untyped-call]
+    task: Task
+    model: nn.Module
+    samples: Batch
+    precision: Precision
 
-    with preserve_model(model, cpu, task):
-        model.train()
-        try:
+    def __call__(self, batch_size: int, most: int) -> int:
+        """Return the number of threads, at most `most`, for training with a batch size."""
+        with self._step(batch_size) as step:
             return fewest_fast_threads(step, most)
-        finally:
-            model.zero_grad(set_to_none=True)
+
+    def step_s(self, batch_size: int) -> float:
+        """Return the seconds of a step with the current number of threads."""
+        with self._step(batch_size) as step:
+            return _time_s(step)
+
+    @contextmanager
+    def _step(self, batch_size: int) -> Iterator[Callable[[], None]]:
+        cpu, rows = torch.device("cpu"), torch.arange(batch_size) % self.samples.size
+        pair = (self.samples.x, self.samples.y)
+        x, y = map_leaves(lambda leaf: None if leaf is None else leaf[rows], pair)
+        content = replace(self.samples, x=x, y=y).content
+        dtype = autocast_dtype(self.precision, cpu)
+
+        def step() -> None:
+            self.model.zero_grad(set_to_none=True)
+            with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                loss = self.task.training_loss(self.model, content)
+            loss.backward()  # type: ignore[no-untyped-call]
+
+        with preserve_model(self.model, cpu, self.task):
+            self.model.train()
+            try:
+                yield step
+            finally:
+                self.model.zero_grad(set_to_none=True)
 
 
 def fewest_fast_threads(step: Callable[[], None], most: int) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ from PIL import Image, ImageOps
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
-from raytrain_opt.config.functions import refuse_functions
+from raytrain_opt.config.load import refuse_functions
 from raytrain_opt.config.schema import CheckpointSection, ModelSection, TaskSection
-from raytrain_opt.config.section import is_function_name
+from raytrain_opt.config.section import is_function_name, is_instance
 from raytrain_opt.data.base import DataInfo
 from raytrain_opt.data.transforms import Preprocessing, make_transform
 from raytrain_opt.errors import CheckpointError, DataError, JobError, Problem
@@ -183,21 +183,30 @@ class TrainedModel(ModelDescription):
 
 
 def load_model(
-    run: str | Path, *, device: str | torch.device | None = None, trust: bool = False
+    run: str | Path,
+    *,
+    model: nn.Module | None = None,
+    device: str | torch.device | None = None,
+    trust: bool = False,
 ) -> TrainedModel:
     """Load the network of a run or of a checkpoint; needs neither its data nor a GPU.
 
     run: run directory or URI (its latest checkpoint), or the folder of one checkpoint.
+    model: the module that the job was given, which gets the weights in a copy.
     device: default is a GPU if torch sees one, else the CPU.
     trust: run the function of your own that the run names as its model.
 
     Warns of damaged later checkpoints. Raises JobError, CheckpointError.
     """
-    return load_for(None, run, device, trust)
+    return load_for(None, run, device, trust, model)
 
 
 def load_for(
-    command: str | None, run: str | Path, device: str | torch.device | None, trust: bool
+    command: str | None,
+    run: str | Path,
+    device: str | torch.device | None,
+    trust: bool,
+    model: nn.Module | None = None,
 ) -> TrainedModel:
     """Load as `load_model` does; refuse a task of the user's own if a `command` is given."""
     saved = find_weights(run, "RUN")
@@ -208,8 +217,11 @@ def load_for(
     if command is not None:
         hint = "in Python, load_model(RUN, trust=True).network is its network"
         description.task.require_classification(command, hint)
-    if not trust and is_function_name(description.model.name):
-        refuse_functions([("model.name", description.model.name)], str(run))
+    name = description.model.name
+    if model is not None:
+        description = replace(description, model=ModelSection(name=model))
+    elif is_function_name(name) and (not trust or is_instance(name)):
+        refuse_functions([("model.name", name)], str(run))
     network = build_model(
         description.model,
         num_classes=len(description.class_names),

@@ -6,7 +6,6 @@ python -m pytest -m gpu tests/gpu
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from raytrain_opt.optim import LARS
-from raytrain_opt.optim.parameter_groups import parameter_groups
+from raytrain_opt.optim.factory import parameter_groups
 from tests.support.reference_lars import ReferenceLARS
 
 # The compiler and the debug mode warn about themselves, each version of torch differently.
@@ -102,32 +101,6 @@ def test_more_layers_are_not_more_kernels() -> None:
     assert 0 < kernels_of_a_step(15) == kernels_of_a_step(5) < 30
 
 
-def test_a_captured_step_is_replayed_at_the_rate_of_the_tensor() -> None:
-    captured, eager = network(), network()
-    rate = torch.tensor(0.5, device="cuda")
-    optimizer, other = optimizer_of(captured, lr=rate), optimizer_of(eager)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        fill_gradients(captured, 0)
-        optimizer.step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        optimizer.step()
-    fill_gradients(eager, 0)
-    other.step()
-    for seed, lr in enumerate((0.5, 0.1, 2.0)):
-        fill_gradients(captured, seed)
-        rate.fill_(lr)
-        graph.replay()
-        fill_gradients(eager, seed)
-        for group in other.param_groups:
-            group["lr"] = lr
-        other.step()
-    assert_same(captured, eager, rtol=1e-5, atol=1e-6)
-
-
 def test_a_compiled_step_is_the_same() -> None:
     compiled, eager = network(2), network(2)
     optimizer, other = optimizer_of(compiled), optimizer_of(eager)
@@ -138,36 +111,3 @@ def test_a_compiled_step_is_the_same() -> None:
         fill_gradients(eager, seed)
         other.step()
     assert_same(compiled, eager, rtol=1e-4, atol=1e-5)
-
-
-def test_a_scaled_loss_gives_the_same_weights() -> None:
-    plain, scaled = network(), network()
-    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)
-    optimizer, other = optimizer_of(plain), optimizer_of(scaled)
-    for seed in range(3):
-        random = torch.Generator("cuda").manual_seed(seed)
-        x = torch.randn(4, 16, 8, 8, device="cuda", generator=random)
-        optimizer.zero_grad()
-        plain(x).square().mean().backward()
-        optimizer.step()
-        other.zero_grad()
-        scaler.scale(scaled(x).square().mean()).backward()  # type: ignore[no-untyped-call]
-        scaler.step(other)
-        scaler.update()
-    assert_same(plain, scaled, rtol=1e-2, atol=1e-3)
-
-
-def test_the_state_moves_to_another_optimizer() -> None:
-    first, second = network(), network()
-    optimizer = optimizer_of(first)
-    for seed in range(2):
-        fill_gradients(first, seed)
-        optimizer.step()
-    second.load_state_dict(first.state_dict())
-    other = optimizer_of(second, lr=7.0)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for seed in range(3):
-        for model, its in ((first, optimizer), (second, other)):
-            fill_gradients(model, seed)
-            its.step()
-    assert_same(first, second, rtol=0.0, atol=0.0)

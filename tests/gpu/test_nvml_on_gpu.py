@@ -13,8 +13,12 @@ import pytest
 import torch
 
 from raytrain_opt.config.batch_size import UtilizationSection
-from raytrain_opt.monitoring.nvml import NvmlSampler, gpu_states
-from raytrain_opt.monitoring.samplers import UtilizationMonitor, open_sampler
+from raytrain_opt.monitoring import (
+    NvmlSampler,
+    UtilizationMonitor,
+    gpu_names,
+    open_sampler,
+)
 
 pytest.importorskip("pynvml")
 # The compiler and the debug mode warn about themselves, each version of torch differently.
@@ -72,7 +76,4 @@ def test_a_job_on_a_gpu_gets_nvml() -> None:
 
 
 def test_the_cuda_devices_are_among_the_reported_gpus() -> None:
-    properties = torch.cuda.get_device_properties(0)
-    state = next(state for state in gpu_states() if state.name == properties.name)
-    assert state.memory_mib >= properties.total_memory // 1024**2 * 0.95
-    assert 0 < state.used_mib <= state.memory_mib
+    assert torch.cuda.get_device_properties(0).name in gpu_names()

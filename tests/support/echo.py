@@ -61,6 +61,8 @@ class Echo:
                 return Done(command.name, self.states.get(command.state))
         raise ValueError("planted failure")
 
+    failure = None
+
     def steps_before_failure(self, _: Command) -> None: ...
 
     def close(self) -> None: ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raytrain_opt.monitoring.samplers import Sampler
+from raytrain_opt.monitoring import Sampler
 
 
 class ScriptedSampler(Sampler):

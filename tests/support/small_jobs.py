@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from raytrain_opt import Job, load_job
-from raytrain_opt.models.small_cnn import small_cnn
+from raytrain_opt.models.networks import small_cnn
 
 # Of the quickstart in tests: enough to learn.
 EPOCHS = 5

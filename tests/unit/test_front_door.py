@@ -5,14 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from pathlib import Path
 
-import pytest
-
 import raytrain_opt
-
-
-@pytest.mark.parametrize("name", raytrain_opt.__all__)
-def test_every_public_name_can_be_called(name: str) -> None:
-    assert callable(getattr(raytrain_opt, name))
 
 
 def test_run_is_the_driver() -> None:

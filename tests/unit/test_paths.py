@@ -34,12 +34,6 @@ def test_relative_and_home_paths_become_absolute(
     assert RunPaths.create("~/runs", "r").local.parent == tmp_path / "home" / "runs"
 
 
-def test_a_storage_path_that_cannot_be_created_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(JobError, match=r"storage_path: the run directory cannot be created.*file"):
-        RunPaths.create(str(tmp_path / "file"), "r")
-
-
 def test_an_earlier_run_is_found_by_its_index(tmp_path: Path) -> None:
     run = RunPaths.create(str(tmp_path), "r")
     with pytest.raises(JobError, match=r"--resume: holds no checkpoint"):
@@ -75,23 +69,11 @@ def test_what_only_resembles_a_run_is_left_out(tmp_path: Path) -> None:
     assert newest_unfinished(str(tmp_path), "r") == str(run.local)
 
 
-def test_a_directory_that_is_not_there_is_nothing_to_resume(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match="nowhere") as error:
-        RunPaths.existing(str(tmp_path / "nowhere"))
-    assert error.value.exit_code == 2
-
-
 def test_a_file_uri_names_a_folder(tmp_path: Path) -> None:
     run = RunPaths.create(f"file://{tmp_path}/a%20b", "r")
     assert run.shown == str(tmp_path / "a b" / run.run_id)
     write_json(run.checkpoints / "index.json", {"checkpoints": []})
     assert RunPaths.existing(f"file://{tmp_path}/a%20b/{run.run_id}").local == run.local
-
-
-def test_publishing_a_local_run_does_nothing(tmp_path: Path) -> None:
-    run = RunPaths.create(str(tmp_path), "r")
-    run.publish()
-    assert list(tmp_path.iterdir()) == [run.local]
 
 
 def test_sync_records_flushes_existing_records(

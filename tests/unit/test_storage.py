@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Callable
@@ -88,14 +87,6 @@ def test_a_file_is_written_read_and_removed(tmp_path: Path, location: str) -> No
     assert storage.read(storage_path, "a/b") is None
 
 
-def test_json_is_readable_and_is_read_back(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    write_json(path, {"käse": [1, 0.1]})
-    assert json.loads(path.read_text(encoding="utf-8")) == {"käse": [1, 0.1]}
-    assert "käse" in path.read_text(encoding="utf-8")
-    assert [p.name for p in path.parent.iterdir()] == ["x.json"]
-
-
 @pytest.mark.parametrize("value", [float("nan"), {"a": [float("inf")]}])
 def test_values_that_are_not_json_are_never_written(tmp_path: Path, value: Any) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
@@ -153,12 +144,6 @@ def test_a_file_and_then_its_name_are_on_the_disk(
     monkeypatch.setattr("os.fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
     write_text(tmp_path / "x", "content")
     assert synced == [(tmp_path / "x").stat().st_ino, tmp_path.stat().st_ino]
-
-
-def test_lines_are_appended(tmp_path: Path) -> None:
-    append_lines(tmp_path / "x.jsonl", ["a", "b"])
-    append_lines(tmp_path / "x.jsonl", ["ü"])
-    assert (tmp_path / "x.jsonl").read_text(encoding="utf-8") == "a\nb\nü\n"
 
 
 @pytest.mark.parametrize(

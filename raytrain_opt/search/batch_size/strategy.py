@@ -17,8 +17,8 @@ from typing import Protocol
 from raytrain_opt.config.batch_size import BatchSizeSection
 from raytrain_opt.config.updates import RampStep
 from raytrain_opt.errors import ResourcesError
-from raytrain_opt.optim.epoch_steps import epoch_steps
-from raytrain_opt.optim.scaling import ScalingRule
+from raytrain_opt.optim.epoch_steps import Length, epoch_steps
+from raytrain_opt.optim.schedules import ScalingRule
 from raytrain_opt.results import Probe
 
 # The linear rule holds for small factors: Goyal et al. needed a warm-up for 8 and more.
@@ -90,30 +90,28 @@ class SizeBounds:
 
 @dataclass(frozen=True)
 class Updates:
-    """Updates of the shortest epoch, and of the training; None where its epochs are not known."""
+    """Updates of the shortest epoch, and of the training; infinite if its epochs are not known."""
 
     per_epoch: int
-    total: int | None
+    total: float
 
     @classmethod
     def count(
-        cls, train_size: int, batch_size: int, epochs: int | None, ramp: Sequence[RampStep] = ()
+        cls, train_size: int, batch_size: int, length: Length, ramp: Sequence[RampStep] = ()
     ) -> Updates:
         """Count the updates with this global batch size; none if it exceeds the training set."""
         if batch_size * _last_factor(ramp) > train_size:
             return cls(0, 0)
         steps = epoch_steps(train_size, batch_size, ramp)
-        if epochs is None:
-            return cls(steps.first, None)
-        return cls(steps(epochs), steps.before(epochs + 1))
+        return cls(steps(max(1, length.known_epochs)), length.total_steps(steps))
 
     def are_enough(self, section: BatchSizeSection) -> bool:
         """Return whether the section allows so few updates."""
-        total = math.inf if self.total is None else self.total
-        return self.per_epoch >= section.min_updates_per_epoch and total >= section.min_updates
+        enough = self.total >= section.min_updates
+        return enough and self.per_epoch >= section.min_updates_per_epoch
 
     def __str__(self) -> str:
-        total = "" if self.total is None else f", {self.total:,} in all"
+        total = "" if math.isinf(self.total) else f", {self.total:,} in all"
         return f"{self.per_epoch:,} an epoch{total}"
 
 
@@ -121,7 +119,7 @@ def largest_size(
     section: BatchSizeSection,
     own: int,
     train_size: int,
-    epochs: int | None,
+    length: Length,
     workers: int = 1,
     ramp: Sequence[RampStep] = (),
     rule: ScalingRule = "none",
@@ -133,7 +131,7 @@ def largest_size(
     possible = train_size // (workers * _last_factor(ramp))
 
     def leaves_too_few(size: int) -> bool:
-        return not Updates.count(train_size, size * workers, epochs, ramp).are_enough(section)
+        return not Updates.count(train_size, size * workers, length, ramp).are_enough(section)
 
     enough = bisect_left(range(1, possible + 1), True, key=leaves_too_few)
     # A size of its own with which the job could not train is no reason for few updates.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 from ray.cluster_utils import Cluster
 
-from raytrain_opt import Job, find_batch_size, load_job
+from raytrain_opt import Job, find_batch_size
 from raytrain_opt.errors import JobError
 from raytrain_opt.execution.batch_size import BatchSizeResult
 from tests.support.small_jobs import read_lines, small_job
@@ -72,16 +71,6 @@ def test_probes_are_recorded_with_their_timings(search: BatchSizeResult) -> None
             timings_s = sum(line["timings_s"].values()) * line["steps"]
             assert timings_s == pytest.approx(line["duration_s"])
             assert 0 < line["utilization_pct"] <= 100
-
-
-def test_the_written_job_trains_with_the_choice(search: BatchSizeResult) -> None:
-    written = load_job(Path(search.run_dir) / "job.yaml")
-    assert written.global_batch_size == 2 * search.batch_size
-    factor = written.global_batch_size / 64
-    assert written.learning_rate.model_dump()["initial"] == pytest.approx(0.1 * factor)
-    assert written.batch_size_search is None
-    summary = json.loads((Path(search.run_dir) / "batch_size.json").read_text())
-    assert summary["global_batch_size"] == {"before": 64, "after": written.global_batch_size}
 
 
 def test_an_error_of_the_users_code_is_reported(storage: Path) -> None:

@@ -201,11 +201,6 @@ def test_micro_batches_have_their_steps_in_the_epoch() -> None:
     ]  # fmt: skip
 
 
-def test_the_histogram_before_the_first_update() -> None:
-    staleness = SspScheduler(phase(1, 1, None)).staleness
-    assert dict(staleness) == {"counts": (), "mean": 0.0, "max": -1}
-
-
 @pytest.mark.parametrize(
     ("possible", "share", "speeds", "chosen"),
     [

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from raytrain_opt.async_training.update_conversion import convert, look_ahead, stale_lr_factor
+from raytrain_opt.async_training.weight_shard import convert, look_ahead, stale_lr_factor
 
 SGD = {"momentum": 0.9, "dampening": 0, "weight_decay": 0.1}
 ADAMW = {"betas": (0.9, 0.99), "weight_decay": 0.1, "decoupled_weight_decay": True}

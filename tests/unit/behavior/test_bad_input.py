@@ -22,9 +22,7 @@ STPT = "learning_rate: {policy: stpt, "
 # Lines that replace or join those of the good job, the path of the problem, words of the message;
 # all that the schema refuses is in tests/unit/config/test_broken_jobs.py.
 SCHEMA = [
-    ("data: {root: x}", "data.name", "is required; one of digits"),
     ("epoch: 3", "epoch", "did you mean 'epochs'?"),
-    (STPT + "alpha: 1.5}", "learning_rate.alpha", "an integer or at most 1 (given: 1.5)"),
     ("workers: {count: 3}", "global_batch_size", "does not split evenly over 3 workers"),
 ]
 
@@ -38,65 +36,8 @@ def test_errors_that_the_schema_finds(tmp_path: Path, line: str, path: str, word
     assert problem.startswith(f"  {path}: ")
     assert words in problem
     assert command_error("validate", file) == command_error("find-batch-size", file) == message
-
-
-# The complete text of a job file, the place of its one problem, words of the message.
-TEXTS = [
-    (b"", "the file", "is empty"),
-    (b"- model", "the file", "must be keys and values"),
-    (b"model: resnet8\nmodel: resnet8\n", "line 2, column 1", "is given twice, first in line 1"),
-    (b"model: !!python/object/apply:os.system ['true']", "line 1, column 8", "tags such as"),
-    (b"a: &a [0]\nb: [*a, *a]", "line 1, column 4", "anchors and aliases"),
-    (b"[" * 3000, "line 1, column 51", "at most 50 levels"),
-    (b"epochs: [" + b"0, " * 20_000 + b"]", "epochs", "must be an integer"),
-    (b"x" * (2**20 + 1), "the file", "has more than 1,048,576 bytes"),
-    (b"model: \xff", "the file", "is not UTF-8 text: byte 7 is 0xff"),
-    (b"model: \x00", "line 1", "has a character YAML forbids"),
-    (b"epochs: 1: 2", "line 1, column 10", "mapping values are not allowed here"),
-]
-
-
-@pytest.mark.parametrize(("text", "place", "words"), TEXTS, ids=[words for _, _, words in TEXTS])
-def test_a_file_that_holds_no_job(tmp_path: Path, text: bytes, place: str, words: str) -> None:
-    file = tmp_path / "job.yaml"
-    file.write_bytes(text)
-    message = command_error("run", str(file))
-    assert message.startswith(f"{file}: ")
-    assert f"\n  {place}" in message
-    assert words in message
-
-
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    file = tmp_path / "job.yaml"
-    file.touch()
-    assert "did you mean 'job.yaml'?" in command_error("run", str(tmp_path / "jobs.yaml"))
-    assert "the file: cannot be read: is not a plain file" in command_error("run", str(tmp_path))
-    assert "the file: cannot be read: Not a directory" in command_error(
-        "run", str(file / "job.yaml")
-    )
-    assert "the file: cannot be read: File name too long" in command_error("run", "n" * 5000)
-    assert "is not a plain file" in command_error("run", "/dev/zero")
-
-
-# Arguments behind the job file, words of the message.
-OVERRIDES = [
-    ("epochs", "--set: an override has the form section.key=value (given: 'epochs')"),
-    ("=3", "--set: an override has the form"),
-    ("a..b=3", "--set: an override has the form"),
-    ("epochs=[", "--set epochs: while parsing"),
-    ("epochs=!!python/name:os.system", "--set epochs: tags such as"),
-    ("epochs.two=3", "--set epochs.two: epochs is a single value, it has no 'two'"),
-    ("a." * 9999 + "b=3", "--set: a job has at most 50 levels"),
-    ("epoch=3", "epoch: is not a known key (given: 3); did you mean 'epochs'?"),
-    ("epochs=0", "epochs: must be more than 0 (given: 0)"),
-]
-
-
-@pytest.mark.parametrize(("override", "words"), OVERRIDES, ids=[o[:20] for o, _ in OVERRIDES])
-def test_an_override_that_is_wrong(tmp_path: Path, override: str, words: str) -> None:
-    message = command_error("run", write_job(tmp_path), "--set", override)
-    assert ": 1 problem\n" in message
-    assert words in message
+    overridden = command_error("run", write_job(tmp_path), "--set", "epochs=0")
+    assert overridden.endswith(": 1 problem\n  epochs: must be more than 0 (given: 0)")
 
 
 @pytest.mark.parametrize(
@@ -212,7 +153,7 @@ MISMATCHES = [
     (
         "model: 'tests.support.broken_parts:no_module'",
         "model.name",
-        "must return a torch.nn.Module",
+        "must be or return a torch.nn.Module",
     ),
     (
         "model: 'tests.support.broken_parts:breaks'",

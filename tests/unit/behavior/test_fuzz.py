@@ -20,8 +20,6 @@ import torch
 import yaml
 from torch import nn
 
-from raytrain_opt.commands.download import FILES, MARKER, pack_files, unpack_files
-from raytrain_opt.commands.submit import _show_lines
 from raytrain_opt.config.load import dump_job, load_job, parse_job
 from raytrain_opt.errors import RaytrainOptError
 from raytrain_opt.execution.progress import RunProgress
@@ -30,12 +28,12 @@ from raytrain_opt.recording.records import (
     BatchSizeProbeRecord,
     BatchSizeRecord,
     EpochRecord,
+    EventRecord,
     ResultRecord,
     RoundRecord,
     ScheduleRecord,
+    SpanRecord,
 )
-from raytrain_opt.recording.spans import EventRecord, SpanRecord
-from raytrain_opt.remote.log_markers import find_marker
 from raytrain_opt.search.fixed_schedule import RecordedSchedule
 from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
 from raytrain_opt.train.state import capture
@@ -244,20 +242,3 @@ def test_the_progress_in_a_checkpoint() -> None:
 
     values = (damaged_values(chance, json.loads(content)) for _ in range(500 * SCALE))
     check(read, (json.dumps(value).encode() for value in values))
-
-
-def test_lines_of_a_log(tmp_path: Path) -> None:
-    content = f"epoch 1\n{pack_files(str(run_dir(tmp_path)))}\nend\n".encode()[:4000]
-    content += b'\n{"raytrain_opt": {"files": {"job.yaml": "eJwDAAAAAAE="}}}\n'
-
-    def read(damaged: bytes) -> None:
-        log = damaged.decode(errors="replace")
-        _show_lines(log, 0)
-        files = find_marker(log, MARKER)
-        if files:
-            unpack_files(files, tmp_path / "download")
-
-    last = content.split(b"\n")[-2] + b"\n"
-    check(read, inputs("log", content, 200))
-    check(read, inputs("marker", last, 300, json.loads, json.dumps))
-    assert {path.name for path in (tmp_path / "download").iterdir()} <= {*FILES}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import io
 import json
 import os
 import sys
 import urllib.request
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,21 +17,19 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-import raytrain_opt
 from raytrain_opt import cli
 from raytrain_opt.commands import predict
 from raytrain_opt.commands.doctor import Finding, print_findings
 from raytrain_opt.commands.predict import Prediction
 from raytrain_opt.config.data import ArraySetData
-from raytrain_opt.config.functions import resolve_function
-from raytrain_opt.data.in_memory_sets import load_arrays
+from raytrain_opt.config.load import resolve_function
+from raytrain_opt.data.in_memory_sets import load_array_set
 from raytrain_opt.errors import DataError, JobError
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.pools.launcher import environment
-from raytrain_opt.recording.event_log import EventLog
-from raytrain_opt.recording.recorder import Recorder, versions
+from raytrain_opt.recording.recorder import EventLog, Recorder, versions
 from raytrain_opt.recording.records import ResultRecord
-from raytrain_opt.terminal.progress import Terminal
+from raytrain_opt.terminal import Terminal
 from tests.support.cli_errors import LINEAR, write_job
 from tests.support.synthetic_runs import (
     epoch_line,
@@ -47,42 +43,7 @@ from tests.support.synthetic_runs import (
 SECRET = "hunter2-planted-secret"
 
 
-def calls() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield (place, name, literal keyword arguments) of every call in the package."""
-    for file in Path(raytrain_opt.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call):
-                literals = {
-                    key.arg: key.value.value
-                    for key in node.keywords
-                    if key.arg and isinstance(key.value, ast.Constant)
-                }
-                yield f"{file.name}:{node.lineno}", ast.unparse(node.func), literals
-
-
 _PICKLES = ("pickle.", "cloudpickle.", "dill.", "marshal.")
-
-
-def test_no_call_in_the_package_unpickles_a_file() -> None:
-    names = {name for _, name, _ in calls()}
-    assert {"torch.load", "np.load", "yaml.load"} <= names
-    pickled = {place.split(":")[0] for place, name, _ in calls() if name.startswith(_PICKLES)}
-    # Commands, replies and snapshots of the run's own processes, which came through Ray or the
-    # process group.
-    assert pickled == {
-        "actors.py",
-        "process_group.py",
-        "ray_private.py",
-        "ray_pool.py",
-        "resident.py",
-    }
-    assert not names & {"eval", "exec", "yaml.unsafe_load", "yaml.full_load", "os.system"}
-    for place, name, literals in calls():
-        if name == "torch.load":
-            assert literals["weights_only"] is True, place
-        if name == "np.load":
-            assert literals["allow_pickle"] is False, place
-        assert not literals.get("shell"), place
 
 
 # `from os import system` in a package that somebody else names.
@@ -210,7 +171,7 @@ def test_a_download_with_another_hash_is_refused_and_not_unpacked(
     monkeypatch.setattr(torchvision.datasets.utils, "extract_archive", unpack)
     section = ArraySetData(name=name, root=str(tmp_path), download=True)
     with pytest.raises(DataError, match=f"data.name: {name} .* could not be downloaded"):
-        load_arrays(section)
+        load_array_set(section)
     assert "not what was published" in everything_in(tmp_path)
 
 

@@ -10,10 +10,8 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-import pytest
-
 from benchmarks import chaos
-from benchmarks.chaos import Outcome, Run, Undisturbed, disturb, read, summary
+from benchmarks.chaos import Outcome, Run, Undisturbed, disturb
 
 UNDISTURBED = Undisturbed(1, "digest", 2)
 
@@ -67,21 +65,3 @@ def test_a_command_meets_the_faults_of_its_machine(tmp_path: Path) -> None:
     assert held == "False"
     error = datetime.now(UTC) - datetime.fromisoformat(date)
     assert abs(error.total_seconds() - 864000) < 600
-
-
-def test_outcomes_are_kept_and_added_up(tmp_path: Path) -> None:
-    file = tmp_path / "outcomes.jsonl"
-    worker = Outcome(1, "worker", True, 1, True, recovery_s=10.0)
-    driver = Outcome(2, "driver", True, 1, False, True, ["agent"], 80.0, 1)
-    late = Outcome(3, "slot", True, faults=0, identical=True, recovery_s=0.0)
-    chaos._append(file, UNDISTURBED)
-    for outcome in (worker, driver, late):
-        chaos._append(file, outcome)
-    assert read(file) == ([UNDISTURBED], [worker, driver, late])
-    figures = summary([worker, driver, late])
-    assert [figures[name] for name in ("runs", "faults", "completed")] == [3, 2, 3]
-    assert [figures[name] for name in ("bit_identical", "lost_checkpoints")] == [2, 1]
-    assert [figures[name] for name in ("leaked_processes", "restarts")] == [1, 1]
-    assert figures["roles"] == {"worker": 1, "driver": 1, "slot": 1}
-    assert figures["median_recovery_s"] == pytest.approx(45.0)
-    assert figures["recovery_s"] == {"worker": 10.0, "driver": 80.0}

@@ -48,13 +48,3 @@ def test_a_trial_on_a_cpu(
         assert sum(ms[part] for part in PARTS) <= 1.01 * ms["step"] + 0.01
         assert len(variants[name]["images_per_s_all"]) == 2
     assert 1 in (variants["plain"]["ratio"], variants["plain_tuned"]["ratio"])
-
-
-def test_a_gpu_is_needed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as exit_:
-        benchmark.main([])
-    assert exit_.value.code == 2
-    assert "needs an NVIDIA GPU" in capsys.readouterr().err

@@ -5,29 +5,25 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from benchmarks.common import JOBS
 from benchmarks.comparison_tasks import SYNTHETIC
 from benchmarks.comparison_units import Cache
-from benchmarks.papers import large_batch, survey
+from benchmarks.papers import large_batch, stpt, survey
 from benchmarks.papers.trainings import accuracies, train_missing
-from raytrain_opt.config.load import load_job
-from raytrain_opt.optim.epoch_steps import epoch_steps
 
 DATA = {"name": "digits"}
 
 
-def test_every_row_is_a_job_at_every_batch() -> None:
-    for row, batch in product(large_batch.ROWS, large_batch.BATCHES):
-        job = large_batch.training(row, batch, seed=1).job(DATA)
-        assert (job.seed, job.epochs, job.name) == (1, 12, "imagenet-resnet50-81920")
-        assert job.global_batch_size == (batch // 4 if row == "growing" else batch)
-        assert job.batch_size_per_worker <= 128
+def test_every_row_of_stpt_is_a_job() -> None:
+    jobs = {row: stpt.training(row, 40, seed=0).job(DATA) for row in stpt.rows(40)}
+    assert jobs.keys() >= stpt.PAPER.keys()
+    alphas = [jobs[f"alpha_{pct}"].learning_rate.model_dump()["alpha"] for pct in (8, 25, 100)]
+    assert alphas == [0.08, 0.25, 1.0]
+    assert jobs["local"].workers.count == 8
 
 
 def test_a_training_is_computed_once(tmp_path: Path) -> None:
@@ -52,7 +48,8 @@ def test_the_commands_show_the_papers_figures_and_draw(
 ) -> None:
     file, plot = tmp_path / "cache.jsonl", tmp_path / "plot.png"
     point = {"accuracy": 0.5, "loss": 1.0}
-    result = {"train_accuracy": 0.75, "peak_lr": 0.1, "diverged": "", "seconds": 1.0}
+    counts = {"samples": 100, "search_samples": 0}
+    result = {**counts, "train_accuracy": 0.75, "peak_lr": 0.1, "diverged": "", "seconds": 1.0}
     cache = Cache([], file)
     for row in ("warmup", "arc_cotangent"):
         for seed, accuracy in enumerate((0.4, 0.5)):
@@ -70,11 +67,3 @@ def test_the_commands_show_the_papers_figures_and_draw(
     }.items()
     assert "45.00" in line
     assert plot.read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_job_of_the_large_batch_has_1440_updates() -> None:
-    """16 in each of 90 epochs of ImageNet's 1,281,167 images."""
-    job = load_job(JOBS / large_batch.FILE)
-    steps = epoch_steps(1_281_167, job.global_batch_size, drop_last=job.data.drop_last)
-    assert job.epochs == 90
-    assert [steps(epoch) for epoch in range(1, 91)] == [16] * 90

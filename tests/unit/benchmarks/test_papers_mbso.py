@@ -57,17 +57,3 @@ def test_a_search_takes_the_published_steps(
     probes = probed.search("epoch_time_minimize", 32, 4)
     assert [probe.batch_size for probe in probes[:4]] == [32, 34, 37, 41]
     assert mbso._shorter_pct(probes) == pytest.approx(100 * (1 - 32 / probes[-1].batch_size), 0.01)
-
-
-def test_the_pause_of_a_trace_is_the_longest_time_without_computing() -> None:
-    def event(name: str, start: int, duration: int) -> dict[str, object]:
-        return {"cat": "cpu_op", "name": name, "ts": start, "dur": duration}
-
-    events = [
-        event("aten::conv2d", 0, 10_000),
-        event("aten::permute", 400_000, 10_000),  # while files are read
-        event("aten::convolution_backward", 610_000, 10_000),
-        event("aten::conv2d", 621_000, 10_000),
-        event("aten::conv2d", 831_000, 10_000),
-    ]
-    assert mbso.pause_ms({"traceEvents": events}, steps=3) == pytest.approx((600 + 200) / 2)

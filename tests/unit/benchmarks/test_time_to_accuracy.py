@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks import comparison_command
 from benchmarks import comparison_rows as rows_of
 from benchmarks import time_to_accuracy as benchmark
 from benchmarks.comparison_kinds import KINDS
@@ -101,32 +100,6 @@ def test_an_oracle_chooses_by_the_test_split_and_a_grid_does_not() -> None:
     assert grid["reach"] == {"trainings": 3.0, "seconds": 6.0}
 
 
-def test_the_summary_compares_with_the_better_of_two_in_each_task() -> None:
-    def record(accuracy: float, trainings: float = 1.0) -> dict[str, float]:
-        reach = {"reach_trainings": trainings / 2}
-        return {"accuracy_mean": accuracy, "trainings": trainings, **reach, "undecided": 1}
-
-    table = {
-        "one": {
-            "ours": record(50, 1.2),
-            "cosine_oracle": record(51),
-            "linear_oracle": record(49),
-            "ours_start_too_small": record(48),
-        },
-        "two": {"ours": record(30, 1.1), "cosine_oracle": record(27), "linear_oracle": record(28)},
-    }
-    summary = rows_of.summary(table)
-    assert summary["ours_minus_oracle_points"] == pytest.approx(0.5)
-    assert summary["by_task"]["ours_minus_oracle_points"] == {"one": -1, "two": 2}
-    assert summary["ours_minus_stpt_points"] is None
-    assert summary["ours_samples_ratio"] == pytest.approx(1.15)
-    assert summary["reach_trainings"] == pytest.approx(0.575)
-    assert (summary["tasks"], summary["undecided"]) == (2, 2)
-    assert summary["worst_task_points"] is None
-    assert summary["by_task"]["reach_trainings"] == {"one": 0.6, "two": 0.55}
-    assert summary["wrong_start"]["one"] == {"too_small": -2, "too_large": None}
-
-
 @pytest.mark.parametrize("kind", ["encoder_600", "table", "segmentation"])
 def test_a_task_with_data_of_its_own_trains(kind: str, tmp_path: Path) -> None:
     task = replace(KINDS[f"{kind}@100"], train=96, validation=24, batch=32, epochs=1)
@@ -141,7 +114,7 @@ def test_a_task_with_data_of_its_own_trains(kind: str, tmp_path: Path) -> None:
 def test_an_interrupted_comparison_continues_from_its_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(comparison_command, "compute_all", computed_here)
+    monkeypatch.setattr(benchmark, "compute_all", computed_here)
     file = tmp_path / "cache.jsonl"
     options = ["--tasks", "synthetic", "--epochs", "2", "--seeds", "2", "--cache", str(file)]
     arguments = ["time_to_accuracy.py", *options, "--rows", "cosine_default", "linear_default"]

@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 
 from raytrain_opt import Job
-from raytrain_opt.cluster import autoscaling
-from raytrain_opt.cluster.autoscaling import expected_resources, may_grow, plan_when_there_is_room
-from raytrain_opt.cluster.resources import PoolRequest
+from raytrain_opt.cluster import resources
+from raytrain_opt.cluster.resources import (
+    PoolRequest,
+    expected_resources,
+    may_grow,
+    plan_when_there_is_room,
+)
 from raytrain_opt.config.load import parse_job
 from raytrain_opt.config.processes import SlotsSection
 from raytrain_opt.errors import ResourcesError
@@ -70,11 +74,11 @@ class Cluster:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *free: float) -> None:
         self.free, self.now_s = list(free), 0.0
-        monkeypatch.setattr(autoscaling, "total_resources", lambda: [{"CPU": 4.0}])
-        monkeypatch.setattr(autoscaling, "free_resources", self.look)
-        monkeypatch.setattr(autoscaling, "alive_nodes", lambda: [{}])
-        monkeypatch.setattr(autoscaling, "monotonic_s", lambda: self.now_s)
-        monkeypatch.setattr(autoscaling.time, "sleep", self.sleep)
+        monkeypatch.setattr(resources, "total_resources", lambda: [{"CPU": 4.0}])
+        monkeypatch.setattr(resources, "free_resources", self.look)
+        monkeypatch.setattr(resources, "alive_nodes", lambda: [{}])
+        monkeypatch.setattr(resources, "monotonic_s", lambda: self.now_s)
+        monkeypatch.setattr(resources.time, "sleep", self.sleep)
 
     def look(self) -> list[dict[str, float]]:
         return [{"CPU": self.free.pop(0) if len(self.free) > 1 else self.free[0]}]
@@ -96,7 +100,7 @@ def test_what_has_just_been_released_counts(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_other_jobs_hold_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, notes = Cluster(monkeypatch, *[2] * 30, 4), list[str]()
     assert plan_when_there_is_room(TWO, 60, notes.append).workers == 2
-    assert cluster.now_s > autoscaling._RELEASE_S
+    assert cluster.now_s > resources._RELEASE_S
     assert "waiting up to 60 s (timeouts.start_s) for room" in notes[0]
     assert "2 workers of 1.5 CPU each do not fit: room for 1" in notes[0]
 
@@ -104,14 +108,14 @@ def test_what_other_jobs_hold_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
 def test_gpus_that_other_jobs_hold_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Although the job would fit on the CPU, and `use_gpu` is `auto`."""
     cluster, notes = Cluster(monkeypatch, 4), list[str]()
-    monkeypatch.setattr(autoscaling, "total_resources", lambda: [{"CPU": 4.0, "GPU": 1.0}])
+    monkeypatch.setattr(resources, "total_resources", lambda: [{"CPU": 4.0, "GPU": 1.0}])
     free = [[{"CPU": 4.0}]] * 30 + [[{"CPU": 4.0, "GPU": 1.0}]]
     monkeypatch.setattr(
-        autoscaling, "free_resources", lambda: free.pop(0) if len(free) > 1 else free[0]
+        resources, "free_resources", lambda: free.pop(0) if len(free) > 1 else free[0]
     )
     one = PoolRequest.from_job(job("{count: 1}"), candidates=0)
     assert plan_when_there_is_room(one, 60, notes.append).use_gpu
-    assert cluster.now_s > autoscaling._RELEASE_S
+    assert cluster.now_s > resources._RELEASE_S
     assert "no node has a free one (1 node (4 CPU))" in notes[0]
 
 
@@ -144,10 +148,10 @@ class GrowingCluster(Cluster):
         super().__init__(monkeypatch, 0)
         (home / "ray_bootstrap_config.yaml").write_text("cluster_name: x\nmax_workers: 1\n")
         self.held, self.requested_s, self.requests = held, 0.0, list[GrowingCluster]()
-        monkeypatch.setattr(autoscaling, "alive_nodes", self.total)
-        monkeypatch.setattr(autoscaling, "total_resources", self.total)
-        monkeypatch.setattr(autoscaling.ray.util, "placement_group", self.request)
-        monkeypatch.setattr(autoscaling.ray.util, "remove_placement_group", self.requests.remove)
+        monkeypatch.setattr(resources, "alive_nodes", self.total)
+        monkeypatch.setattr(resources, "total_resources", self.total)
+        monkeypatch.setattr(resources.ray.util, "placement_group", self.request)
+        monkeypatch.setattr(resources.ray.util, "remove_placement_group", self.requests.remove)
 
     def total(self) -> list[dict[str, float]]:
         return [{"CPU": 2.0}] * (2 if self.requested_s >= 20 else 1)

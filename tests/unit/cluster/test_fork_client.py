@@ -21,18 +21,32 @@ def with_context(context: dict[str, Any], language: str = "PYTHON") -> list[str]
     return [*WORKER, value, f"--language={language}"]
 
 
-def test_without_a_runtime_environment_the_arguments_are_kept() -> None:
-    assert split_arguments([*WORKER, "--language=PYTHON"]) == (WORKER, {})
-
-
-def test_variables_of_ray_are_set_in_the_fork() -> None:
-    context = {
-        "command_prefix": [],
-        "env_vars": {"RAY_A": "1"},
-        "py_executable": sys.executable,
-        "override_worker_entrypoint": None,
-    }
-    assert split_arguments(with_context(context)) == (WORKER, {"RAY_A": "1"})
+@pytest.mark.parametrize(
+    ("arguments", "split"),
+    [
+        ([*WORKER, "--language=PYTHON"], (WORKER, {})),
+        (
+            with_context(
+                {
+                    "command_prefix": [],
+                    "env_vars": {"RAY_A": "1"},
+                    "py_executable": sys.executable,
+                    "override_worker_entrypoint": None,
+                }
+            ),
+            (WORKER, {"RAY_A": "1"}),
+        ),
+        # What is read when a process starts needs a new process, and so does another language.
+        (with_context({"env_vars": {"RAY_A": "1", "LD_PRELOAD": "x"}}), None),
+        (with_context({"env_vars": {}, "py_executable": "/other/python"}), None),
+        (with_context({"env_vars": {}, "command_prefix": ["cd", "/code"]}), None),
+        (with_context({}, language="JAVA"), None),
+    ],
+)
+def test_a_fork_has_the_arguments_and_variables_of_its_process(
+    arguments: list[str], split: Any
+) -> None:
+    assert split_arguments(arguments) == split
 
 
 def test_variables_that_the_process_has_anyway_change_nothing(
@@ -67,19 +81,3 @@ def test_arguments_of_an_unknown_form_are_left_to_ray(
     monkeypatch.setattr(os, "execv", lambda _, command: called.append(command))
     fork_client.start_worker([*WORKER, *arguments])
     assert called == [[sys.executable, "/ray/setup_worker.py", *WORKER, *arguments]]
-
-
-@pytest.mark.parametrize(
-    "context",
-    [
-        {"env_vars": {"RAY_A": "1", "LD_PRELOAD": "x"}},
-        {"env_vars": {}, "py_executable": "/other/python"},
-        {"env_vars": {}, "command_prefix": ["cd", "/code"]},
-    ],
-)
-def test_what_is_read_when_a_process_starts_needs_a_new_process(context: dict[str, Any]) -> None:
-    assert split_arguments(with_context(context)) is None
-
-
-def test_another_language_needs_a_process_of_its_own() -> None:
-    assert split_arguments(with_context({}, language="JAVA")) is None

@@ -100,14 +100,6 @@ def test_a_single_checkpoint_of_a_run(
     assert line["top1_error"] == pytest.approx(reference_errors(epochs[0], labels)[0])
 
 
-def test_the_table(runs: list[tuple[str, list[Tensor]]]) -> None:
-    result = evaluate(*[run for run, _ in runs], "--ensemble")
-    lines = result.output.splitlines()
-    assert "top-1 error" in lines[0]
-    assert lines[3].startswith("ensemble of 2")
-    assert len({len(line) for line in lines}) == 1
-
-
 def test_runs_on_different_data_are_refused(
     runs: list[tuple[str, list[Tensor]]], tmp_path: Path
 ) -> None:

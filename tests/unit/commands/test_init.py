@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import shutil
 from pathlib import Path
 from typing import Any, cast
 
@@ -120,25 +121,26 @@ def test_a_class_may_be_called_like_a_set_and_others_differ_in_case(
 @pytest.mark.parametrize(
     ("header", "line", "split"),
     [
-        ("id,Category", "{stem},{label}", False),
-        ("patient_id,image_id,label,age", "p{i},{stem},{label},7", False),
+        ("path,Category", "images/{stem}.png,{label}", False),
+        ("patient_id,image_name,label,age", "p{i},images/{stem}.png,{label},7", False),
         ("file,label", "./images//{stem}.png,{label}", False),
         ("file,label", "{folder}/images/{stem}.png,{label}", False),
         ("file,label", "images\\{stem}.png, {label} ", False),
         ("class id,filepaths,labels,data set", "3,images/{stem}.png,{label},{split}", True),
         ("Image Path;Class;Split", "images/{stem}.png;{label}; {split} ", True),
         ("age,label,image", "7,{label},images/{stem}.png", False),
-        ("path,class,set", "{stem}.png,{label},{split}", True),
+        ("path,class,set", "images/{stem}.png,{label},{split}", True),
+        ("path,class,fold", "images/{stem}.png,{label},{split}", True),
         ("file,label,split", "images/{stem}.png,{label},{split}", True),
-        ("\ufefffile;label", "{stem}.png;{label}", False),
-        ('"fname", "label"', '"{stem}.png", "{label}"', False),
-        ("note, x\tfile\tlabel", "a, b; c\t{stem}\t{label}", False),
+        ("\ufefffile;label", "images/{stem}.png;{label}", False),
+        ('"fname", "label"', '"images/{stem}.png", "{label}"', False),
+        ("note, x\tfile\tlabel", "a, b; c\timages/{stem}.png\t{label}", False),
     ],
 )
 def test_a_table_of_a_flat_folder_is_understood(
     tmp_path: Path, output: Path, header: str, line: str, split: bool
 ) -> None:
-    """Files by path, name or name without suffix; a row whose file is missing is left out."""
+    """A row whose file is missing is left out."""
     folder = tmp_path / "set"
     lines = [header]
     for i in range(41):
@@ -151,7 +153,7 @@ def test_a_table_of_a_flat_folder_is_understood(
     job, table = initialize(folder, output)
     rows = rows_of(job)
     assert "labels.csv has the columns " in table
-    assert "40 of 41 rows name an image by column" in table
+    assert "40 of 41 rows name an image by its path" in table
     assert {row["file"]: row["label"] for row in rows} == {
         f"images/x{i}.png": "ab"[i % 2] for i in range(40)
     }
@@ -161,39 +163,21 @@ def test_a_table_of_a_flat_folder_is_understood(
 @pytest.mark.parametrize(
     ("header", "line", "message"),
     [
-        ("image,a,b", "{stem},1.0,0.0", "name the column .* may be a, b"),
-        (
-            "patient_id,image_id,dx",
-            "p1,{stem},{label}",
-            "--label-column COLUMN, which may be patient",
-        ),
-        ("file,label,class", "{stem},{label},{label}", "which may be label, class"),
-        (
-            "file,label",
-            "{stem}.jpg,{label}",
-            "has no data to train on; .*0 of 40 rows name an image",
-        ),
-        (
-            "file,label",
-            "/elsewhere/{stem}.png,{label}",
-            "0 of 40 rows name an image by column file",
-        ),
-        (
-            "photo,label",
-            "{stem}.png,{label}",
-            "0 of 40 rows name an image .*no column has a usual",
-        ),
-        ("file,label", "{stem},{stem}", "no class has three images"),
-        ("file,label,split,set", "{stem},{label},train,test", "several columns may be the split"),
-        (
-            "file,label,split",
-            "{stem},{label},holdout",
-            "line 2: split must be train or test, not 'h",
-        ),
-        ("file,label", "x0,{label}", "lines 2 and 3 both name images/x0.png"),
-        ("file,label", "{stem},{label},", "line 2 has 3 values.* or move the table away"),
-        ("file,label", '"{stem},{label}', "line 2 begins a quote that never ends"),
-        ("file,label", "{stem},a", "has no data to train on; all 40 images are of one class, a"),
+        ("image,a,b", "{path},1.0,0.0", "name the column .* may be a, b"),
+        ("patient,image,dx", "p1,{path},{label}", "--label-column COLUMN, which may be patient"),
+        ("file,label,class", "{path},{label},{label}", "which may be label, class"),
+        ("file,label", "{path}.jpg,{label}", "no data to train on; .*0 of 40 rows name an image"),
+        ("id,label", "{stem},{label}", "columns id, label; 0 of 40 rows name an image"),
+        ("file,label", "{stem}.png,{label}", "0 of 40 rows name an image"),
+        ("file,label", "/elsewhere/{path},{label}", "0 of 40 rows .* in column file"),
+        ("photo,label", "{path},{label}", "columns photo, label; 0 of 40 rows name an image"),
+        ("file,label", "{path},{stem}", "no class has three images"),
+        ("file,label,split,set", "{path},{label},train,test", "several columns may be the split"),
+        ("file,label,split", "{path},{label},hold", "line 2: split must be train or test, not 'h"),
+        ("file,label", "images/x0.png,{label}", "lines 2 and 3 both name images/x0.png"),
+        ("file,label", "{path},{label},", "line 2 has 3 values.* or move the table away"),
+        ("file,label", '"{path},{label}', "line 2 begins a quote that never ends"),
+        ("file,label", "{path},a", "has no data to train on; all 40 images are of one class, a"),
     ],
 )
 def test_a_table_that_may_mean_several_things_is_refused(
@@ -202,7 +186,8 @@ def test_a_table_that_may_mean_several_things_is_refused(
     folder = tmp_path / "set"
     lines = [header]
     for i in range(40):
-        lines.append(line.format(stem=f"x{i}", label="ab"[i % 2]))
+        path = f"images/x{i}.png"
+        lines.append(line.format(stem=f"x{i}", path=path, label="ab"[i % 2]))
         write_image(folder / "images" / f"x{i}.png")
     (folder / "meta.csv").write_text("\n".join(lines))
     with pytest.raises(DataError, match=message) as caught:
@@ -215,12 +200,12 @@ def test_the_column_of_labels_can_be_named(tmp_path: Path, output: Path) -> None
     folder = tmp_path / "set"
     for i in range(20):
         write_image(folder / f"x{i}.png")
-    lines = [f"x{i},{i},{'ab'[i % 2]}" for i in range(20)]
-    (folder / "t.csv").write_text("\n".join(["id,label,diagnosis", *lines]))
+    lines = [f"x{i}.png,{i},{'ab'[i % 2]}" for i in range(20)]
+    (folder / "t.csv").write_text("\n".join(["file,label,diagnosis", *lines]))
     assert {row["label"] for row in rows_of(initialize(folder, output, "diagnosis")[0])} == {*"ab"}
     output.unlink()
     output.with_name("job-labels.csv").unlink()
-    for wrong in ("id", "age"):
+    for wrong in ("file", "age"):
         with pytest.raises(DataError, match="which may be label, diagnosis"):
             init(folder, output, lambda _: None, wrong)
     (folder / "t.csv").unlink()
@@ -270,123 +255,100 @@ def test_shards(tmp_path: Path, output: Path) -> None:
     assert "2: a, b" in table
 
 
-def write_text(path: Path, text: bytes = b"text") -> None:
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(text)
-
-
-def write_arrays(folder: Path, **arrays: Any) -> None:
-    for name, array in arrays.items():
-        np.save(folder / f"{name}.npy", array)
+AB, NOT_UTF_8 = {"a": 3, "b": 3}, {"a": 3, "\udce9": 3}
+ROWS, IMAGES, LABELS = np.zeros((4, 4)), np.zeros((4, 8, 8, 3)), np.arange(4) % 2
 
 
 @pytest.mark.parametrize(
-    ("write", "message"),
+    ("classes", "message"),
     [
-        (lambda folder: None, "has no data to train on; valid are folders of images"),
-        (lambda folder: write_classes(folder, only=3), "all 3 images are of one class, only"),
-        (lambda folder: write_classes(folder, a=2, b=2), "no class has three images"),
+        ({}, "has no data to train on; valid are folders of images"),
+        ({"": {"only": 3}}, "all 3 images are of one class, only"),
+        ({"": {"a": 2, "b": 2}}, "no class has three images"),
+        ({"fold1": AB, "fold2": AB}, "fold1/ and fold2/ both have a, b"),
+        ({"": AB, "set": AB}, r"\./ and set/ both have a, b"),
+        ({"train": {"a": 2, "train": 2}, "val": {"a": 2, "val": 2}}, "them has: train, val"),
+        ({"": NOT_UTF_8}, "'.*e9.* is not UTF-8"),
+        ({"train": NOT_UTF_8, "test": NOT_UTF_8}, "'.*e9.* is not UTF-8"),
+    ],
+)
+def test_classes_that_cannot_be_trained_on_are_explained(
+    tmp_path: Path, output: Path, classes: dict[str, dict[str, int]], message: str
+) -> None:
+    for part, counts in classes.items():
+        write_classes(tmp_path / "set" / part, **counts)
+    refuse(tmp_path, output, message)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"train_x": ROWS, "train_y": LABELS}, "one of labels for each set; of test: none"),
         (
-            lambda folder: [write_classes(folder / s, a=3, b=3) for s in ("fold1", "fold2")],
-            "fold1/ and fold2/ both have a, b",
+            {"train_a": ROWS, "train_b": ROWS, "test_a": LABELS},
+            r"of train: train_a.npy \[4, 4\], train_b.npy \[4, 4\]",
         ),
         (
-            lambda folder: [write_classes(folder / s, a=3, b=3) for s in ("", "set")],
-            r"\./ and set/ both have a, b",
+            {"train_x": ROWS, "train_y": LABELS, "train_ids": LABELS},
+            r"of train: train_ids.npy \[4\], train_x.npy \[4, 4\], train_y.npy \[4\]",
         ),
         (
-            lambda folder: write_arrays(
-                folder,
-                train_x=np.zeros((4, 8, 8, 3)),
-                train_y=np.arange(4) % 2,
-                test_x=np.zeros((4, 8, 8, 3)),
-                test_y=np.arange(4) % 2,
-            ),
-            r"has samples \[8, 8, 3\], which look like channels last",
-        ),
-        (
-            lambda folder: [
-                write_classes(folder / s, **{"a": 3, "\udce9": 3}) for s in ("train", "test")
-            ],
-            "'.*e9.* is not UTF-8",
-        ),
-        (lambda folder: np.savez(folder / "x.npz", x=np.zeros(3)), "write each array to its own"),
-        (
-            lambda folder: write_arrays(folder, train_x=np.zeros((3, 4)), train_y=np.arange(3)),
-            r"one of labels for each set; of test: none",
-        ),
-        (
-            lambda folder: write_arrays(
-                folder, train_a=np.zeros((3, 4)), train_b=np.zeros((3, 4)), test_a=np.arange(3)
-            ),
-            r"of train: train_a.npy \[3, 4\], train_b.npy \[3, 4\]",
-        ),
-        (
-            lambda folder: write_arrays(
-                folder, train_x=np.zeros((3, 4)), train_y=np.arange(3), train_ids=np.arange(3)
-            ),
-            r"of train: train_ids.npy \[3\], train_x.npy \[3, 4\], train_y.npy \[3\]",
-        ),
-        (
-            lambda folder: write_arrays(
-                folder,
-                train_x=np.zeros((4, 4)),
-                train_y=np.arange(4) % 2,
-                test_x=np.zeros((4, 4)),
-                test_y=np.arange(4) % 2,
-            ),
+            {"train_x": ROWS, "train_y": LABELS, "test_x": ROWS, "test_y": LABELS},
             r"data\.train\.0: has samples \[4\]; named models take images",
         ),
         (
-            lambda folder: write_arrays(folder, train_y=np.array(["a", None])),
-            r"train_y\.npy: is not an array of plain numbers: .*object",
+            {"train_x": IMAGES, "train_y": LABELS, "test_x": IMAGES, "test_y": LABELS},
+            r"has samples \[8, 8, 3\], which look like channels last",
         ),
-        (
-            lambda folder: [write_classes(folder / s, a=2, **{s: 2}) for s in ("train", "val")],
-            "only one of them has: train, val",
-        ),
-        (
-            lambda folder: [write_text(folder / f"{c}/{i}.png") for c in "ab" for i in range(5)],
-            "no image can be read; .*/a/0.png .* it is not an image",
-        ),
-        (
-            lambda folder: write_classes(folder, "I;16", a=5, b=5),
-            "no image can be read; .*/a/0.png .*: 16-bit or float gray image",
-        ),
-        (lambda folder: write_classes(folder, **{"a": 3, "\udce9": 3}), "'.*e9.* is not UTF-8"),
-        (
-            lambda folder: write_text(folder / "t.csv", b"\xe9"),
-            "t.csv; line 1 is not UTF-8 text",
-        ),
+        ({"train_y": np.array(["a", None])}, r"train_y\.npy: is not .* plain numbers: .*object"),
     ],
 )
-def test_a_folder_that_cannot_be_trained_on_is_explained(
-    tmp_path: Path, output: Path, write: Any, message: str
+def test_arrays_that_cannot_be_trained_on_are_explained(
+    tmp_path: Path, output: Path, arrays: dict[str, Any], message: str
 ) -> None:
-    folder = tmp_path / "set"
-    folder.mkdir()
-    write(folder)
+    (tmp_path / "set").mkdir()
+    for name, array in arrays.items():
+        np.save(tmp_path / "set" / f"{name}.npy", array)
+    refuse(tmp_path, output, message)
+
+
+def refuse(folder: Path, output: Path, message: str) -> None:
+    """Check that the data are refused, and that nothing is written."""
+    (folder / "set").mkdir(exist_ok=True)
     with pytest.raises(DataError, match=message):
-        init(folder, output, lambda _: None)
-    assert [path.name for path in tmp_path.iterdir()] == ["set"]
+        init(folder / "set", output, lambda _: None)
+    assert [path.name for path in folder.iterdir()] == ["set"]
 
 
-def test_of_several_tables_the_one_with_the_images_of_all_others_is_read(
-    tmp_path: Path, output: Path
-) -> None:
+def test_files_that_cannot_be_read_are_explained(tmp_path: Path, output: Path) -> None:
     folder = tmp_path / "set"
-    for i in range(60):
+    write_classes(folder, "I;16", a=5, b=5)
+    refuse(tmp_path, output, "no image can be read; .*/a/0.png .*: 16-bit or float gray image")
+    for file in folder.glob("*/*"):
+        file.write_bytes(b"text")
+    refuse(tmp_path, output, "no image can be read; .*/a/0.png .* it is not an image")
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / "t.csv").write_bytes(b"\xe9")
+    refuse(tmp_path, output, "t.csv; line 1 is not UTF-8 text")
+    np.savez(folder / "x.npz", x=np.zeros(3))
+    (folder / "t.csv").unlink()
+    refuse(tmp_path, output, "write each array to its own")
+
+
+def test_only_one_table_may_name_images(tmp_path: Path, output: Path) -> None:
+    folder = tmp_path / "set"
+    for i in range(40):
         write_image(folder / f"x{i}.png")
-    lines = [f"x{i},{'ab'[i % 2]}" for i in range(60)]
-    (folder / "labels.csv").write_text("\n".join(["id,label", *lines[:40], "x41,"]))
-    (folder / "a_submission.csv").write_text("\n".join(["id,label", *lines[:5]]))
+    lines = [f"x{i}.png,{'ab'[i % 2]}" for i in range(40)]
+    (folder / "labels.csv").write_text("\n".join(["file,label", *lines, "x41.png,"]))
     (folder / "log.csv").write_text("epoch,loss\n1,0.5\n")
     job, table = initialize(folder, output)
     assert len(rows_of(job)) == 40
     assert "log.csv has the columns epoch, loss; 0 of 1 rows name an image" in table
     output.unlink()
     output.with_name("job-labels.csv").unlink()
-    (folder / "a_submission.csv").write_text("\n".join(["id,label", *lines[40:]]))
+    (folder / "a_submission.csv").write_text("\n".join(["file,label", *lines[:5]]))
     with pytest.raises(DataError, match=r"several tables .*a_submission\.csv .*labels\.csv"):
         init(folder, output, lambda _: None)
 
@@ -412,21 +374,6 @@ def test_a_class_without_any_readable_file_is_an_error(tmp_path: Path, output: P
         DataError, match="none of the 8 files of class b can be read; .*not an image"
     ):
         init(tmp_path / "set", output, lambda _: None)
-
-
-def test_a_table_selects_no_image_whose_name_others_have(tmp_path: Path, output: Path) -> None:
-    folder = tmp_path / "set"
-    for i in range(20):
-        write_image(folder / f"x{i}.png")
-        write_image(folder / "masks" / f"x{i}.png")
-    lines = [f"x{i},{'ab'[i % 2]}" for i in range(20)]
-    (folder / "labels.csv").write_text("\n".join(["id,label", *lines]))
-    with pytest.raises(DataError, match="line 2: x0 names several images"):
-        init(folder, output, lambda _: None)
-    lines = [line.replace(",", ".png,") for line in lines]
-    (folder / "labels.csv").write_text("\n".join(["id,label", *lines]))
-    rows = rows_of(initialize(folder, output)[0])  # by their paths
-    assert {row["file"] for row in rows} == {f"x{i}.png" for i in range(20)}
 
 
 @pytest.mark.parametrize("name", ["job.yaml", "job-labels.csv"])

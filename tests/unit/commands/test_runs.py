@@ -17,7 +17,7 @@ from raytrain_opt.errors import JobError
 from raytrain_opt.execution.workspace import is_locked, lock_run_directory
 from raytrain_opt.storage import write
 from tests.support.s3_server import S3Server
-from tests.support.synthetic_runs import batch_size, epoch_line, event_line, write_lines, write_run
+from tests.support.synthetic_runs import batch_size, event_line, write_lines, write_run
 
 
 def name(job: str, day: int) -> str:
@@ -68,6 +68,15 @@ def test_runs_are_listed_with_their_states_newest_first(storage: Path) -> None:
     assert (chosen.to_json()["epochs_done"], chosen.duration_s) == (0, 21.4)
 
 
+def test_a_run_that_has_just_begun_has_the_epochs_of_its_job(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / name("a", 1), epochs=2, finished=False)
+    (run_dir / "epochs.jsonl").unlink()
+    [run] = list_runs(str(tmp_path))
+    assert run.cells()[1] == "0 of 4"
+    (run_dir / "job.yaml").write_text("epochs: [")
+    assert list_runs(str(tmp_path))[0].epochs is None
+
+
 def test_a_run_is_running_while_its_directory_is_locked(storage: Path) -> None:
     run_dir = storage / name("a", 5)
     with lock_run_directory(run_dir):
@@ -101,17 +110,6 @@ def test_the_command_prints_a_table_or_json(storage: Path) -> None:
         assert f"{cell} " in row
     output = CliRunner().invoke(main, ["runs", str(storage), "--json"]).output
     assert [run["state"] for run in json.loads(output)] == STATES
-
-
-def test_names_in_the_table_are_only_text(tmp_path: Path) -> None:
-    storage = tmp_path / "[runs]"
-    run = write_run(storage / name("a", 1), epochs=1, finished=False)
-    metric = {"name": "mAP [small]\x1b[2J", "higher_is_better": True}
-    line = epoch_line(1, test_metrics={metric["name"]: 3.0}, metric=metric)
-    write_lines(run / "epochs.jsonl", [line])
-    table = CliRunner().invoke(main, ["runs", str(storage)]).output
-    assert f"1 run in {storage}\n" in table
-    assert "mAP [small]\\x1b[2J 3" in table
 
 
 def test_a_folder_without_runs_has_none(tmp_path: Path) -> None:

@@ -159,21 +159,6 @@ def test_gray_images_and_other_sizes_fit_the_network(digits: str) -> None:
             model.preprocess([wrong])
 
 
-@pytest.mark.parametrize("mode", ["CMYK", "YCbCr", "HSV", "LA", "P", "1"])
-def test_images_of_any_color_mode(photo_run: str, mode: str) -> None:
-    model = load_model(photo_run, device="cpu")
-    image = Image.new("RGB", (16, 16), "white").convert(mode)
-    assert torch.equal(model.preprocess([image]), model.preprocess([image.convert("RGB")]))
-
-
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path) -> None:
-    run_dir = Path(trained(tmp_path, epochs=2))
-    with (run_dir / "checkpoints/epoch-0002/weights.safetensors").open("ab") as file:
-        file.write(b"damage")
-    with pytest.warns(UserWarning, match="epoch 2 is damaged"):
-        assert load_model(run_dir).checkpoint == "epoch 1"
-
-
 def test_a_checkpoint_that_was_not_kept_names_those_that_were(tmp_path: Path) -> None:
     checkpoints = trained(tmp_path, epochs=3, evaluate={"every_epochs": 3}) + "/checkpoints"
     with pytest.raises(JobError, match=r"complete checkpoints: epoch-0002, epoch-0003 \(given"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import pytest
 
 from raytrain_opt.config.data import ArraySetData, HoldOut
 from raytrain_opt.config.learning_rate import HorizonPolicy, SchedulePolicy, Warmup
-from raytrain_opt.config.load import dump_job, job_schema, load_job, parse_job
+from raytrain_opt.config.load import dump_job, job_schema, load_job, parse_job, resolve_function
 from raytrain_opt.config.schema import Job
+from raytrain_opt.config.section import Instance
 from raytrain_opt.errors import JobError
 
 BASE: dict[str, Any] = {
@@ -50,6 +52,7 @@ def test_a_short_file_becomes_a_job_with_defaults(tmp_path: Path) -> None:
         ({"learning_rate": {"policy": "schedule"}}, ["SGD"]),
         ({"learning_rate": {"policy": "stpt"}}, ["SGD"]),
         ({"optimizer": {"args": {"momentum": 0.5}}}, ["SGD"]),
+        ({"optimizer": {"name": "auto", "candidates": ["SGD", "AdamW"]}}, ["SGD", "AdamW"]),
     ],
 )
 def test_without_an_optimizer_the_search_chooses_one_where_it_can(
@@ -119,6 +122,7 @@ def test_a_validation_split_is_held_out_where_candidates_are_scored_or_a_plateau
         {"data": {"name": "my.data:sets", "args": {"size": 3, "split": [1e-3, "1e-3"]}}},
         {"optimizer": {"name": "AdamW", "args": {"betas": [0.9, 0.95], "eps": 1e-8}}},
         {"optimizer": "Adam", "loss": "my.losses:focal", "checkpoint": {"keep": "all"}},
+        {"parallel": {"mode": "async", "staleness_bound": None, "compression": "bf16"}},
         {"workers": {"count": 2, "use_gpu": False, "resources": {"CPU": 0.5}}, "name": "1e3"},
     ],
 )
@@ -153,9 +157,15 @@ def test_a_function_without_a_name_is_refused(field: str) -> None:
         dump_job(job)
 
 
-def test_datasets_in_place_of_their_function_are_refused() -> None:
-    with pytest.raises(JobError, match=r"data\.name: must be .* a function that returns the two"):
-        Job(**{**BASE, "data": ([1], [2])})
+def test_an_object_is_named_by_its_class_from_which_nobody_can_make_it() -> None:
+    objects: dict[str, Any] = {"model": Fraction(1), "task": Fraction(2), "data": (Fraction(3), 4)}
+    job = Job(**{**BASE, **objects})
+    assert isinstance(job.model.name, Instance)
+    assert job.model.name.value is objects["model"]
+    for field, name in parse_job(dump_job(job)).functions:
+        assert name == "instance of fractions:Fraction"
+        with pytest.raises(JobError, match=rf"{field}: was an object .*; pass it again: run\("):
+            resolve_function(name, field)
 
 
 def test_a_wrong_job_from_python_has_the_errors_of_a_file() -> None:
@@ -188,6 +198,7 @@ def test_a_path_is_dumped_as_text(tmp_path: Path) -> None:
         (b"just text", "must be keys and values (given: 'just text')"),
         (b"name: \xff\n", "is not UTF-8 text: byte 6 is 0xff"),
         (b"name: [", "line 1, column 8"),
+        (b"x" * (2**20 + 1), "has more than 1,048,576 bytes"),
     ],
 )
 def test_files_that_hold_no_job(tmp_path: Path, content: bytes, words: str) -> None:
@@ -207,8 +218,13 @@ def test_a_missing_file_names_the_one_meant(tmp_path: Path) -> None:
 
 def test_a_folder_or_a_fifo_is_no_job_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "job.yaml")
-    for path in (tmp_path, tmp_path / "job.yaml"):
-        with pytest.raises(JobError, match="cannot be read: is not a plain file"):
+    for path, reason in (
+        (tmp_path, "is not a plain file"),
+        (tmp_path / "job.yaml", "is not a plain file"),
+        (tmp_path / "job.yaml" / "job.yaml", "Not a directory"),
+        (Path("n" * 5000), "File name too long"),
+    ):
+        with pytest.raises(JobError, match=f"the file: cannot be read: {reason}"):
             load_job(path)
 
 
@@ -259,6 +275,8 @@ def test_later_overrides_win_and_the_mapping_stays_unchanged() -> None:
     [
         ("epochs", "--set", "the form section.key=value"),
         ("=3", "--set", "the form section.key=value"),
+        ("a..b=3", "--set", "the form section.key=value"),
+        ("a." * 9999 + "b=3", "--set", "at most 50 levels"),
         ("name=x=y", "name", "(given: 'x=y')"),
         ("epochs=[", "--set epochs", "expected the node content"),
         ("epochs=!!int 3", "--set epochs", "tags"),

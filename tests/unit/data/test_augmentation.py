@@ -11,8 +11,8 @@ from torch.nn.functional import cross_entropy, one_hot
 
 from raytrain_opt.config.data import Augment
 from raytrain_opt.config.schema import LossSection
-from raytrain_opt.data.augmentation import Augmentation
 from raytrain_opt.data.base import Batch
+from raytrain_opt.data.transforms import Augmentation
 from raytrain_opt.errors import DataError
 from raytrain_opt.train.task import Classification
 

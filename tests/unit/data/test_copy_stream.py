@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from raytrain_opt.data.copy_stream import CopyStream, send
+from raytrain_opt.data.transforms import CopyStream, send
 
 CUDA = torch.device("cuda")
 

@@ -13,8 +13,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from raytrain_opt.commands.shard import write_shards
-from raytrain_opt.data.base import DataInfo
-from raytrain_opt.data.fingerprint import DataFingerprint
+from raytrain_opt.data.base import DataFingerprint, DataInfo
 from raytrain_opt.errors import DataError
 from raytrain_opt.execution.check import read_data
 from tests.support.small_jobs import small_job
@@ -56,6 +55,20 @@ def swap(root: Path) -> None:
     cat, dog = root / "train/cat", root / "train/dog"
     shutil.move(cat / "9.png", dog / "10.png")
     shutil.move(dog / "9.png", cat / "10.png")
+
+
+def exchange_contents(root: Path) -> None:
+    """Give two files each other's content: all names, labels and sizes stay."""
+    first, second = root / "train/cat/3.png", root / "train/dog/4.png"
+    size = max(path.stat().st_size for path in (first, second))
+    contents = [path.read_bytes().ljust(size, b"\0") for path in (second, first)]
+    for path, content in zip((first, second), contents, strict=True):
+        path.write_bytes(content)
+
+
+def equal_sizes(root: Path) -> None:
+    exchange_contents(root)
+    exchange_contents(root)
 
 
 def write_labels(root: Path, first: str = "cat") -> None:
@@ -142,6 +155,15 @@ CASES: dict[str, tuple[Change, Callable[[Path], dict[str, Any]], Change, str]] =
     "file replaced": (
         nothing, folder_section,
         lambda root: shutil.copy(root / "train/cat/3.png", root / "train/cat/4.png"), "samples, ",
+    ),
+    "contents exchanged": (equal_sizes, folder_section, exchange_contents, "samples, "),
+    "contents of a list's files exchanged": (
+        lambda root: (equal_sizes(root), write_labels(root)), folder_section, exchange_contents,
+        "samples, ",
+    ),
+    "contents in shards exchanged": (
+        lambda root: pack(root, equal_sizes), shards_section,
+        lambda root: pack(root, exchange_contents), r"data\.train: .*samples, ",
     ),
     "labels exchanged": (nothing, folder_section, swap, "their labels"),
     "label in a table": (

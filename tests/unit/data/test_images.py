@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageOps
-from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
 from raytrain_opt.data import images
@@ -124,8 +123,10 @@ def turned(orientation: int) -> bytes:
     return exif.tobytes()
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "MPO", "PNG", "TIFF", "WEBP"])
-@pytest.mark.parametrize("orientation", [*range(1, 9), 0, 9])
+@pytest.mark.parametrize(
+    ("kind", "orientation"),
+    [*(("JPEG", n) for n in range(10)), *product(["MPO", "PNG", "TIFF", "WEBP"], [6, 7])],
+)
 def test_images_stand_upright(kind: str, orientation: int) -> None:
     """Also where the decoder reduces (90 of 300 pixels), and for a part of the image."""
     options = {"lossless": True} if kind == "WEBP" else {}
@@ -227,13 +228,6 @@ def test_only_jpegs_that_are_reduced_line_by_line_may_be_larger(
         images.random_crop(encoded(smooth_image(80, 60)), 48)
 
 
-def test_pillows_own_limit_has_the_same_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    for limit in (1000, 3000):  # an error, a warning
-        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
-        with pytest.raises(images.ImageError, match="decoding would fill memory"):
-            images.center_crop(PNG, 48)
-
-
 def test_only_plain_files_of_bounded_size_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,7 +241,3 @@ def test_only_plain_files_of_bounded_size_are_read(
     monkeypatch.setattr(images, "_MAX_BYTES", 100)
     with pytest.raises(images.ImageError, match="has more than 100 bytes"):
         images.read_image_file(tmp_path / "a.png")
-
-
-def test_suffixes_are_those_of_torchvision() -> None:
-    assert images.SUFFIXES == IMG_EXTENSIONS

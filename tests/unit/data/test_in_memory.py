@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from raytrain_opt.config.data import ArraysData, ArraySetData, Augment, HoldOut
-from raytrain_opt.data import sampling
 from raytrain_opt.data.in_memory import CpuSampleStore, DeviceSampleStore, InMemoryData
 from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.errors import DataError
@@ -80,30 +79,6 @@ def read_epoch(
     return torch.cat([b.x for b in batches]), torch.cat([b.y for b in batches])
 
 
-def test_info_has_the_sizes_of_all_splits() -> None:
-    info = open_arrays().info
-    assert (info.train_size, info.validation_size, info.test_size) == (48, 5, 11)
-    assert info.sample_shape == (3, 6, 6)
-    assert info.num_classes == 53
-    assert info.steps_per_epoch(8) == 6
-    assert info.steps_per_epoch(10) == 4
-    assert info.steps_per_epoch(49) == 0
-
-
-def test_training_images_are_cropped_and_mirrored_as_drawn() -> None:
-    arrays = numbered_images()
-    batch = next(open_arrays(arrays=arrays).train_batches(2, [(3, 0)], 1, 8))
-    draws = sampling.draw_crop_flip(0, 2, 3, slice(8), 4, True)
-    assert draws.flip.any()
-    assert not draws.flip.all()
-    for i, label in enumerate(batch.y.tolist()):
-        padded = np.pad(arrays.train_x[label], ((4, 4), (4, 4), (0, 0)))
-        image = padded[draws.top[i] :, draws.left[i] :][:6, :6]
-        image = image[:, ::-1] if draws.flip[i] else image
-        expected = torch.from_numpy(image.copy()).permute(2, 0, 1) / 255
-        torch.testing.assert_close(batch.x[i], expected)
-
-
 def test_auto_normalizes_by_the_training_split() -> None:
     section = FILES.model_copy(update={"normalize": "auto"})
     data = open_arrays(section, numbered_images(train=48), hold_out=HoldOut(0.5))
@@ -111,19 +86,6 @@ def test_auto_normalizes_by_the_training_split() -> None:
     assert x.dtype == torch.float32
     torch.testing.assert_close(x.mean((0, 2, 3)), torch.zeros(3), atol=1e-5, rtol=0)
     torch.testing.assert_close(x.std((0, 2, 3), correction=0), torch.ones(3))
-
-
-@pytest.mark.parametrize("channels_last", [True, False])
-def test_memory_format(channels_last: bool) -> None:
-    data = open_arrays(channels_last=channels_last)
-    expected = torch.channels_last if channels_last else torch.contiguous_format
-    for batch in (
-        next(data.train_batches(0, [(0, 0)], 1, 8)),
-        next(data.eval_batches("test", 0, 1, 4)),
-    ):
-        assert batch.x.is_contiguous(memory_format=expected)
-        assert batch.y.dtype == torch.int64
-        assert batch.skipped == 0
 
 
 def float_arrays() -> DatasetArrays:

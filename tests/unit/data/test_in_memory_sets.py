@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from raytrain_opt.config.data import ArraysData, ArraySetData
-from raytrain_opt.data.in_memory_sets import load_arrays, pair, validate_arrays
+from raytrain_opt.data.in_memory_sets import load_array_set, load_arrays, pair, validate_arrays
 from raytrain_opt.errors import DataError
 
 X = np.arange(4 * 2 * 3 * 3, dtype=np.uint8).reshape(4, 2, 3, 3)
@@ -34,7 +34,7 @@ def save_arrays(folder: Path, **arrays: np.ndarray) -> ArraysData:
 
 
 def test_digits_are_split_by_class_and_always_the_same_way() -> None:
-    arrays = load_arrays(ArraySetData(name="digits"))
+    arrays = load_array_set(ArraySetData(name="digits"))
     assert arrays.train_x.shape[1:] == (8, 8, 1)
     assert arrays.train_x.dtype == np.uint8
     assert (arrays.train_x.min(), arrays.train_x.max()) == (0, 255)
@@ -42,7 +42,7 @@ def test_digits_are_split_by_class_and_always_the_same_way() -> None:
     assert 355 <= len(arrays.test_x) <= 365
     fraction = np.bincount(arrays.test_y) / np.bincount(np.r_[arrays.train_y, arrays.test_y])
     assert (abs(fraction - 0.2) < 0.005).all()
-    again = load_arrays(ArraySetData(name="digits"))
+    again = load_array_set(ArraySetData(name="digits"))
     np.testing.assert_array_equal(arrays.test_x, again.test_x)
     rows = {x.tobytes() for x in arrays.train_x}
     assert not any(x.tobytes() in rows for x in arrays.test_x)
@@ -61,7 +61,7 @@ def test_a_missing_set_names_its_folder_and_the_remedy(
     tmp_path: Path, name: str, folder: str
 ) -> None:
     with pytest.raises(DataError) as caught:
-        load_arrays(ArraySetData(name=name, root=str(tmp_path)))
+        load_array_set(ArraySetData(name=name, root=str(tmp_path)))
     assert str(tmp_path / folder) in str(caught.value)
     assert "data.download: true" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
@@ -76,7 +76,7 @@ def test_mnist_is_read_from_its_files(tmp_path: Path) -> None:
         (raw / f"{split}-images-idx3-ubyte").write_bytes(header + pixels.tobytes())
         labels = struct.pack(">BBBBI", 0, 0, 8, 1, count) + bytes(range(count))
         (raw / f"{split}-labels-idx1-ubyte").write_bytes(labels)
-    arrays = load_arrays(ArraySetData(name="mnist", root=str(tmp_path)))
+    arrays = load_array_set(ArraySetData(name="mnist", root=str(tmp_path)))
     assert arrays.train_x.shape == (5, 28, 28, 1)
     assert arrays.test_x.shape == (3, 28, 28, 1)
     assert arrays.train_x[0, 0, :4, 0].tolist() == [0, 1, 2, 3]
@@ -101,7 +101,7 @@ def test_cifar_is_read_through_torchvision(
             self.targets = [0, 1, 1][: len(self.data)]
 
     monkeypatch.setattr(torchvision.datasets, "CIFAR100", Cifar)
-    arrays = load_arrays(ArraySetData(name="cifar100", root=str(tmp_path)))
+    arrays = load_array_set(ArraySetData(name="cifar100", root=str(tmp_path)))
     assert (arrays.train_x.shape, arrays.test_x.shape) == ((3, 32, 32, 3), (2, 32, 32, 3))
     assert (arrays.train_x.max(), arrays.test_x.max()) == (1, 0)
     assert arrays.train_y.tolist() == [0, 1, 1]
@@ -119,7 +119,7 @@ def test_a_failed_download_is_explained_in_one_sentence(
     monkeypatch.setattr(torchvision.datasets, "CIFAR10", offline)
     section = ArraySetData(name="cifar10", root=str(tmp_path), download=True)
     with pytest.raises(DataError, match="cifar10 .* could not be downloaded: no route to host"):
-        load_arrays(section)
+        load_array_set(section)
 
 
 def test_npy_files_are_read(tmp_path: Path) -> None:

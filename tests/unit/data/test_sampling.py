@@ -46,14 +46,6 @@ def test_epoch_orders_are_permutations_and_differ() -> None:
     assert not np.array_equal(orders[0], sampling.EpochOrders(train, 1).order(0))
 
 
-def test_cached_orders_equal_computed_ones() -> None:
-    train = np.arange(50)
-    orders = sampling.EpochOrders(train, seed=4)
-    for epoch in (0, 1, 0, 0, 2):
-        expected = sampling.EpochOrders(train, 4).order(epoch)
-        np.testing.assert_array_equal(orders.order(epoch), expected)
-
-
 def test_a_balanced_epoch_has_equally_many_of_each_class_and_repeats_evenly() -> None:
     labels = np.repeat([0, 1, 3], [70, 20, 10])
     orders = sampling.EpochOrders(np.arange(100), 0, balanced_labels=labels)

@@ -40,14 +40,8 @@ def open_data(
     hold_out: float = 0.0,
     files: ShardSource | None = None,
 ) -> Iterator[DataLoaderData]:
-    data = DataLoaderData(
-        section,
-        hold_out=HoldOut(hold_out),
-        seed=0,
-        device=torch.device("cpu"),
-        channels_last=False,
-        files=files,
-    )
+    source: Any = files or load_shared_data(section)
+    data = DataLoaderData(source, section, HoldOut(hold_out), 0, torch.device("cpu"), False)
     try:
         yield data
     finally:
@@ -126,7 +120,7 @@ def sample_order(data: DataLoaderData, number: int) -> list[int]:
 def test_an_epoch_needs_few_shards_at_a_time_and_has_each_sample_once(local: ShardsData) -> None:
     with open_data(local) as data:
         orders = [sample_order(data, number) for number in range(3)]
-        shards = data._shards
+        shards = data.source
         assert shards is not None
         ends = shards._sets["train"].ends
     for order in orders:
@@ -143,7 +137,7 @@ def test_an_epoch_needs_few_shards_at_a_time_and_has_each_sample_once(local: Sha
 def test_a_balanced_epoch_needs_few_shards_at_a_time_too(local: ShardsData) -> None:
     balanced = local.model_copy(update={"sampler": "balanced"})
     with open_data(balanced, hold_out=0.4) as data:
-        order, shards = sample_order(data, 1), data._shards
+        order, shards = sample_order(data, 1), data.source
         assert shards is not None
         assert data.info.class_counts == (10, 10)
         labels = shards.labels[order]
@@ -156,7 +150,7 @@ def test_a_balanced_epoch_needs_few_shards_at_a_time_too(local: ShardsData) -> N
 
 def test_the_validation_split_is_in_few_shards(local: ShardsData) -> None:
     with open_data(local, hold_out=0.2) as data:
-        shards = data._shards
+        shards = data.source
         assert shards is not None
         validation = data._split.validation
         assert len(validation) == 4

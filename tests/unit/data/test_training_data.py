@@ -135,15 +135,6 @@ def test_an_epoch_has_every_training_sample_once_in_an_order_of_its_own(
     assert list(data.train_batches(1, [], 1, 12)) == []
 
 
-@pytest.mark.parametrize(("split", "size"), [("validation", 20), ("test", TEST_SIZE)])
-def test_the_ranks_evaluate_each_sample_once(open_numbers: Open, split: Any, size: int) -> None:
-    data = open_numbers()
-    for world_size in (1, 2, 3, 13):
-        parts = [samples(data.eval_batches(split, r, world_size, 4)) for r in range(world_size)]
-        assert len({sample for part in parts for sample in part}) == size
-        assert sum(map(len, parts)) == size
-
-
 def test_a_split_held_out_in_the_search_only_joins_the_training(open_numbers: Open) -> None:
     data, searched = open_numbers(only_in_search=True), open_numbers()
     info = data.info
@@ -165,12 +156,3 @@ def test_without_a_validation_split_it_cannot_be_evaluated(open_numbers: Open) -
     assert (data.info.train_size, data.info.validation_size) == (SIZE, 0)
     with pytest.raises(DataError, match=r"data\.validation_fraction"):
         next(data.eval_batches("validation", 0, 1, 4))
-
-
-def test_wrong_steps_and_micro_batches_are_errors(open_numbers: Open) -> None:
-    data = open_numbers(0.0)
-    with pytest.raises(ValueError, match="step 17 of an epoch of 17 steps"):
-        list(data.train_batches(0, product(range(16, 18), range(1)), 1, 12))
-    with pytest.raises(ValueError, match="micro-batch 0 of 13"):
-        next(data.train_batches(0, [(0, 0)], 13, 12))
-    assert len(epoch(data)) == 192

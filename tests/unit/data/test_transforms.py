@@ -56,13 +56,6 @@ def test_images_are_normalized(channels: int, channels_last: bool) -> None:
     assert result.is_contiguous(memory_format=expected_format)
 
 
-def test_normalizing_does_not_depend_on_how_a_batch_is_split() -> None:
-    batch = images(64, 7, 5, 3)
-    normalize = transforms.normalize_images(([0.5], [0.3]), (7, 5, 3), CPU, True)
-    parts = torch.cat([normalize(part) for part in batch.split(3)])
-    assert torch.equal(normalize(batch), parts)
-
-
 def test_padding_is_black_before_normalizing() -> None:
     white = torch.full((1, 4, 4, 1), 255, dtype=torch.uint8)
     corner = sampling.CropFlip(np.array([0]), np.array([0]), np.array([False]))
@@ -86,12 +79,6 @@ def test_values_are_unchanged_or_normalized_along_the_first_axis(channels_last: 
     torch.testing.assert_close(scaled, expected)
     expected_format = torch.channels_last if channels_last else torch.contiguous_format
     assert plain.is_contiguous(memory_format=expected_format)
-
-
-def test_values_of_one_axis_are_normalized_too() -> None:
-    values = torch.rand(6, 3)
-    result = transforms.normalize_values(([1.0], [2.0]), (3,), CPU, True)(values)
-    torch.testing.assert_close(result, (values - 1) / 2)
 
 
 def test_mean_and_std_of_channels_equal_numpys() -> None:
@@ -122,9 +109,3 @@ def test_a_wrong_mean_or_std_is_an_error(
 ) -> None:
     with pytest.raises(DataError, match=rf"data\.normalize.*{message}"):
         transforms.explicit_mean_std(normalize, 3)
-
-
-def test_auto_and_none_are_not_explicit() -> None:
-    assert transforms.explicit_mean_std("auto", 3) is None
-    assert transforms.explicit_mean_std("none", 3) is None
-    assert transforms.explicit_mean_std(([0.5], [1.0]), 3) == ([0.5], [1.0])

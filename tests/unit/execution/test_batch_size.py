@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +25,7 @@ from raytrain_opt.recording.reader import read_record
 from raytrain_opt.recording.records import BatchSizeProbeRecord, BatchSizeRecord
 from raytrain_opt.results import GradientNorms, Probe
 from raytrain_opt.search.batch_size.strategy import BatchSizeChoice, SizeBounds
-from raytrain_opt.search.noise_scale import NoiseScale, NoiseScaleSummary
+from raytrain_opt.search.noise_scale import NoiseScale
 from tests.support.synthetic_runs import probe_line, write_run
 
 STPT = {"policy": "stpt", "initial": 0.1}
@@ -186,13 +185,12 @@ def test_a_time_limit_bounds_the_time_of_a_step(tmp_path: Path) -> None:
 
 
 def test_a_noise_scale_is_taken_from_the_newest_finished_run_of_the_job(tmp_path: Path) -> None:
-    def run(number: int, noise_scales: list[float], ran: Job) -> Path:
+    def run(number: int, noise_scale: float, ran: Job) -> Path:
         folder = tmp_path / f"run-2026010{number}-000000-000000000000000{number}"
         write_run(folder, epochs=1)
         result = json.loads((folder / "result.json").read_text())
-        parts = [NoiseScale(9, 64, 1.0, n) for n in noise_scales]
-        summary = NoiseScaleSummary(tuple(parts), 0.1, "words")
-        result["noise_scale"] = TypeAdapter(NoiseScaleSummary).dump_python(summary, mode="json")
+        noise = NoiseScale(9, 64, 1.0, noise_scale)
+        result["noise_scale"] = TypeAdapter(NoiseScale).dump_python(noise, mode="json")
         (folder / "result.json").write_text(json.dumps(result))
         (folder / "job.yaml").write_text(dump_job(ran))
         return folder
@@ -202,16 +200,16 @@ def test_a_noise_scale_is_taken_from_the_newest_finished_run_of_the_job(tmp_path
 
     searched = job(storage_path=str(tmp_path))
     assert known() is None
-    run(1, [100.0, 300.0], searched.model_copy(update={"global_batch_size": 8}))
-    run(2, [7.0], job(model="resnet8"))
-    assert known() == pytest.approx(150)  # samples grow by 1 + B / N: the harmonic mean
-    damaged = run(3, [9.0], searched)
+    run(1, 150.0, searched.model_copy(update={"global_batch_size": 8}))
+    run(2, 7.0, job(model="resnet8"))
+    assert known() == pytest.approx(150)
+    damaged = run(3, 9.0, searched)
     (damaged / "result.json").write_text("{")
     _, bounds, text = search_of(searched, tmp_path)
     assert bounds.noise_scale == pytest.approx(150)
     assert f"the noise scale of {damaged} is not used" in text
-    run(4, [20.0, math.inf], searched)
-    assert known() == pytest.approx(40)
+    run(4, 20.0, searched)
+    assert known() == pytest.approx(20)
     searched = job({"objective": "samples_per_s"}, storage_path=str(tmp_path))
     assert known() is None
 

@@ -19,10 +19,9 @@ from raytrain_opt.execution import checkpoint_writer
 from raytrain_opt.execution.checkpoint_writer import CheckpointWriter
 from raytrain_opt.execution.progress import RunProgress
 from raytrain_opt.paths import RunPaths
-from raytrain_opt.recording.event_log import EventLog
-from raytrain_opt.recording.recorder import Recorder
+from raytrain_opt.recording.recorder import EventLog, Recorder
 from raytrain_opt.storage import read, remove_tree
-from raytrain_opt.terminal.progress import Terminal
+from raytrain_opt.terminal import Terminal
 from raytrain_opt.train.checkpoint import Checkpoints, read_index
 from raytrain_opt.train.state import TrainingState, capture
 from tests.support.s3_server import S3Server, refuse

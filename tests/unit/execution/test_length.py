@@ -15,8 +15,7 @@ from raytrain_opt.optim.epoch_steps import EpochSteps
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.pools.commands import MainTrain, StateRef
 from raytrain_opt.pools.protocol import TrainingOutcome
-from raytrain_opt.recording.event_log import EventLog
-from raytrain_opt.recording.recorder import Recorder
+from raytrain_opt.recording.recorder import EventLog, Recorder
 from raytrain_opt.recording.records import EpochRecord
 from raytrain_opt.results import EvalTotals, Split, TrainTotals
 from raytrain_opt.search.policy import Decision, History

@@ -137,12 +137,6 @@ def test_a_job_resumes_only_when_it_says_so(tmp_path: Path) -> None:
     assert found_run(unfinished_job.model_copy(update={"resume": "never"})) is None
 
 
-def test_storage_path_and_resume_are_not_compared(tmp_path: Path) -> None:
-    before = job("elsewhere", resume="never")
-    run_dir = make_run(tmp_path, "r-20260101-000000-aaaaaaaaaaaaaaaa", before, *SAVED)
-    assert found_run(job(tmp_path)) == run_dir
-
-
 def test_another_job_is_refused_with_the_fields_that_differ(storage: str) -> None:
     run_dir = make_run(storage, "r-20260101-000000-aaaaaaaaaaaaaaaa", job(storage), *SAVED)
     schedule = {"policy": "schedule", "shape": "linear"}
@@ -282,13 +276,6 @@ def test_a_searched_batch_size_is_not_another_job(tmp_path: Path, changes: dict[
     faster = job(tmp_path, **{**changes, "learning_rate": rate})
     with pytest.raises(JobError, match=r"learning_rate\.initial: is [01]\.\d+ in that run"):
         found_run(faster)
-
-
-def test_a_scaled_rate_is_not_another_job(tmp_path: Path) -> None:
-    scaled = {"policy": "schedule", "scaling": {"reference_batch_size": 4}}
-    unfinished_job = job(tmp_path, learning_rate=scaled)
-    run_dir = make_run(tmp_path, "r-20260101-000000-aaaaaaaaaaaaaaaa", unfinished_job, *SAVED)
-    assert found_run(unfinished_job) == run_dir
 
 
 def test_storage_that_cannot_be_read_is_named(tmp_path: Path) -> None:

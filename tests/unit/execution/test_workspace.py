@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import socket
 import subprocess
 import sys
@@ -23,18 +22,17 @@ from raytrain_opt.clock import monotonic_s
 from raytrain_opt.cluster.resources import PoolPlan
 from raytrain_opt.config.load import load_job
 from raytrain_opt.driver import open_run
-from raytrain_opt.errors import DataError, JobError, StorageError
+from raytrain_opt.errors import DataError, StorageError
 from raytrain_opt.execution import on_ray
 from raytrain_opt.execution.on_ray import RayBackend
-from raytrain_opt.execution.progress import RunProgress, Startup
+from raytrain_opt.execution.progress import Startup
 from raytrain_opt.execution.resolve import Resolved
 from raytrain_opt.execution.signals import StopRequest, Terminated
 from raytrain_opt.execution.workspace import Frontend, Workspace, open_workspace
 from raytrain_opt.paths import RunPaths
-from raytrain_opt.terminal.progress import open_terminal
+from raytrain_opt.terminal import open_terminal
 from raytrain_opt.train.checkpoint import Checkpoints
 from raytrain_opt.train.state import TrainingState, capture
-from tests.support.s3_server import S3Server
 from tests.support.small_jobs import small_job
 
 
@@ -116,25 +114,6 @@ def test_data_that_never_arrive_end_the_run(
     finally:
         hung.set()
     assert plans == []
-
-
-@pytest.mark.parametrize("location", ["folder", "URI"])
-def test_one_process_at_a_time_has_a_run_directory(
-    tmp_path: Path, s3: S3Server, location: str
-) -> None:
-    storage_path = s3.new_uri() if location == "URI" else f"{tmp_path}/runs"
-    job = small_job(tmp_path, storage_path=storage_path)
-    with workspace_of(job) as workspace:
-        paths = workspace.paths
-        workspace.checkpoints.save(1, state_of_a_model(), RunProgress().to_json(), None)
-        paths.publish()
-        with (
-            pytest.raises(JobError, match=rf"another .* is writing.*process {os.getpid()} on"),
-            workspace_of(job, paths.shown),
-        ):
-            pass
-    with workspace_of(job, paths.shown):
-        pass
 
 
 def test_damaged_checkpoints_are_named_and_the_one_before_is_used(

@@ -37,18 +37,6 @@ def test_names_are_sorted_and_built_in_models_hide_torchvisions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "nearest"),
-    [("resnet9", "resnet8"), ("resnet19", "resnet18"), ("smallcnn", "small_cnn")],
-)
-def test_an_unknown_name_suggests_the_nearest(name: str, nearest: str) -> None:
-    assert nearest in check(name)["model.name"]
-
-
-def test_a_name_unlike_any_other_lists_the_built_in_models() -> None:
-    assert "built in: cifar_resnet18" in check("xyzzy")["model.name"]
-
-
-@pytest.mark.parametrize(
     ("name", "args", "path", "message"),
     [
         ("resnet8", {"widht": 8}, "model.args.widht", "did you mean 'width'"),
@@ -57,20 +45,19 @@ def test_a_name_unlike_any_other_lists_the_built_in_models() -> None:
         ("resnet8", {"num_classes": 7}, "model.args.num_classes", "comes from the data"),
         ("vgg16_bn", {"dropout": 2.0}, "model.args.dropout", "dropout"),
         ("squeezenet1_1", {"dropuot": 0.1}, "model.args.dropuot", "dropuot"),
-        (
-            "squeezenet1_1",
-            {"pretrained": True},
-            "model.args.pretrained",
-            "write model.weights",
-        ),
+        ("squeezenet1_1", {"pretrained": True}, "model.args.pretrained", "write model.weights"),
         ("resnet18", {"weights": "DEFAULT"}, "model.args.weights", "write model.weights"),
         ("googlenet", {"aux_logits": True}, "model.args.aux_logits", "must be false"),
         (user_model, {"depth": 2, "widht": 8}, "model.args.widht", "did you mean 'width'"),
         (user_model, {}, "model.args.depth", "required"),
         ("no_such_module_of_mine:net", {}, "model.name", "cannot be imported"),
+        ("resnet19", {}, "model.name", "did you mean 'resnet18'"),
+        ("xyzzy", {}, "model.name", "built in: cifar_resnet18"),
     ],
 )
-def test_a_wrong_argument_names_its_path(name: Any, args: Any, path: str, message: str) -> None:
+def test_a_wrong_name_or_argument_is_explained_at_its_path(
+    name: Any, args: Any, path: str, message: str
+) -> None:
     problems = check(name, **args)
     assert list(problems) == [path]
     assert message in problems[path]

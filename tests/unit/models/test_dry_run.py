@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from raytrain_opt.config.schema import ModelSection
 from raytrain_opt.errors import DataError
 from raytrain_opt.models import build_model, check_output
-from raytrain_opt.models.dry_run import preserve_model
+from raytrain_opt.models.factory import preserve_model
 
 SHAPE = (1, 8, 8)
 SAMPLES = torch.zeros(2, *SHAPE)
@@ -23,10 +23,6 @@ SAMPLES = torch.zeros(2, *SHAPE)
 def small_cnn(num_classes: int = 10) -> nn.Module:
     section = ModelSection(name="small_cnn", args={"width": 4})
     return build_model(section, num_classes=num_classes, sample_shape=SHAPE, seed=0)
-
-
-def test_a_model_that_matches_the_data_passes() -> None:
-    check_output(small_cnn(), SAMPLES, 10)
 
 
 class TwoOutputs(nn.Module):

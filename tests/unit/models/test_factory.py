@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from raytrain_opt.config.schema import ModelSection
-from raytrain_opt.errors import DataError, JobError
+from raytrain_opt.errors import JobError
 from raytrain_opt.models import build_model
 
 RGB = (3, 32, 32)
@@ -50,7 +50,7 @@ def with_numbers_of(draw: Callable[[], float]) -> Callable[[], nn.Module]:
 
 @pytest.mark.parametrize(
     "name",
-    ["resnet8", "small_cnn", with_numbers_of(np.random.rand), with_numbers_of(random.random)],
+    ["resnet8", "squeezenet1_1", with_numbers_of(np.random.rand), with_numbers_of(random.random)],
 )
 def test_equal_seeds_give_equal_weights_and_preserve_the_random_state(name: Any) -> None:
     before, others = torch.get_rng_state(), (random.getstate(), np.random.get_state()[1].tolist())
@@ -140,25 +140,6 @@ def test_vgg16_sizes_its_first_linear_layer_by_the_image(sample_shape: tuple[int
     assert model(torch.randn(2, *sample_shape)).shape == (2, 10)
 
 
-def test_vgg16_rejects_images_that_are_too_small_for_its_pools() -> None:
-    with pytest.raises(DataError, match=r"vgg16_bn .* 32x32 .* 28x28"):
-        build("vgg16_bn", (1, 28, 28))
-
-
-def test_built_in_models_reject_samples_that_are_not_images() -> None:
-    with pytest.raises(DataError, match=r"resnet8 takes images .* \[64\]"):
-        build("resnet8", (64,))
-
-
-def test_torchvision_models_by_name_and_seed() -> None:
-    first = build("squeezenet1_1", (3, 64, 64), seed=3)
-    second = build("squeezenet1_1", (3, 64, 64), seed=3)
-    assert type(first).__name__ == "SqueezeNet"
-    pairs = zip(first.parameters(), second.parameters(), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
-    assert first.eval()(torch.randn(1, 3, 64, 64)).shape == (1, 10)
-
-
 def test_a_combination_that_torchvision_lacks_is_a_wrong_argument() -> None:
     args = {"replace_stride_with_dilation": [True, False, False]}
     with pytest.raises(JobError, match=r"model\.args\.replace_stride_with_dilation: .*Dilation"):
@@ -173,12 +154,6 @@ def test_a_combination_that_torchvision_lacks_is_a_wrong_argument() -> None:
 def test_torchvision_models_with_an_auxiliary_head_return_one_tensor() -> None:
     model = build("googlenet", (3, 64, 64))
     assert model(torch.randn(2, 3, 64, 64)).shape == (2, 10)
-
-
-@pytest.mark.parametrize("sample_shape", [(1, 28, 28), (64,)])
-def test_torchvision_models_reject_samples_that_are_not_color_images(sample_shape: Any) -> None:
-    with pytest.raises(DataError, match=r"resnet18 takes color.*cifar_resnet18.*small_cnn"):
-        build("resnet18", sample_shape)
 
 
 def test_a_users_function_gets_the_arguments_in_its_signature() -> None:
@@ -203,14 +178,6 @@ def test_a_users_function_gets_the_arguments_in_its_signature() -> None:
     assert isinstance(build(takes_none), nn.Linear)
 
 
-def test_a_users_function_is_found_by_name(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "from torch import nn\ndef net(num_classes): return nn.Linear(4, num_classes)\n"
-    (tmp_path / "model_of_a_user.py").write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
-    model = build("model_of_a_user:net", (4,))
-    assert parameter_count(model) == 50
-
-
 def broken() -> nn.Module:
     raise KeyError("no such table")
 
@@ -218,7 +185,7 @@ def broken() -> nn.Module:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda: 3, "must return a torch.nn.Module, but returned int"),
+        (lambda: 3, "must be or return a torch.nn.Module, not int"),
         (broken, r"raised KeyError: 'no such table'.*test_factory.py:\d+"),
         (lambda: nn.LazyLinear(3), "lazy layers"),
         (nn.Flatten, "nothing to train"),

@@ -171,13 +171,3 @@ def test_a_saved_state_continues_bit_for_bit(name: str, fresh: bool) -> None:
             assert torch.equal(one, two)
     ends = [capture(m, o, SCALER, copy=True) for m, o in ((model, optimizer), (resumed, other))]
     assert ends[0].digest() == ends[1].digest()
-
-
-def test_without_an_average_nothing_is_exchanged() -> None:
-    model = network()
-    optimizer = build_optimizer(OptimizerSection(), model, steps_per_epoch=5)
-    before = weights(model)
-    use_training_weights(optimizer)
-    use_averaged_weights(optimizer)
-    assert all(torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
-    assert not optimizer.state

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import UnsupportedOperatorException
 
 from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.errors import JobError
@@ -100,12 +102,6 @@ def test_the_rate_is_zero_until_it_is_set() -> None:
     weight.grad = torch.ones_like(weight)
     optimizer.step()
     assert torch.equal(weight, new_weight())
-
-
-def test_each_step_uses_its_own_rate() -> None:
-    weight = new_weight()
-    train(build(section("SGD"), weight), weight, [0.1, 0.25])
-    torch.testing.assert_close(weight, new_weight() * 0.8 * 0.5)
 
 
 @pytest.mark.parametrize(
@@ -396,22 +392,30 @@ def test_parameters_that_the_class_rejects_are_an_error() -> None:
         build(section("SGD"))
 
 
-def test_kernels_on_a_gpu_are_those_that_exist_and_do_not_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """torch 2.11 has no fused Adagrad there; ASGD reads its steps, unless it is capturable."""
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
+@pytest.mark.parametrize("args", [{}, {"weight_decay": 0.1}])
+def test_fused_optimizers_update_parameters_of_a_gpu(name: str, args: dict[str, Any]) -> None:
+    """Fake tensors meet all of torch's checks before a kernel; some kernels have no fake form."""
+    if name == "SGD":
+        args = {**args, "momentum": 0.9}
+    with FakeTensorMode(allow_fallback_kernels=False), suppress(UnsupportedOperatorException):
+        model = nn.Sequential(nn.Linear(3, 2, device="cuda"), nn.BatchNorm1d(2, device="cuda"))
+        optimizer = build_optimizer(section(name, **args), model, steps_per_epoch=7)
+        assert optimizer.defaults["fused"] or name == "Adagrad"  # all that the factory fuses
+        for _ in range(2):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+
+
+def test_kernels_on_a_gpu_are_those_that_exist_and_do_not_wait() -> None:
+    """torch 2.11 refuses fused Adagrad there; ASGD reads its steps, unless it is capturable."""
     with FakeTensorMode():
         model = nn.Linear(2, 2, device="cuda")
-        for has_kernels, expected in ((True, {"fused": True}), (False, {"foreach": True})):
-            monkeypatch.setattr(factory, "has_fused_adagrad", lambda _, has=has_kernels: has)
-            assert factory._default_implementation(torch.optim.Adagrad, {}, model) == expected
+        adagrad = factory._default_implementation(torch.optim.Adagrad, {}, model)
+        assert adagrad == {"foreach": True}
         implied = factory._default_implementation(torch.optim.ASGD, {}, model)
     assert implied == {"foreach": True, "capturable": True}
     assert factory._default_implementation(torch.optim.ASGD, {}, nn.Linear(2, 2)) == {
         "foreach": True
     }
-
-
-def test_fused_adagrad_is_looked_up_by_device() -> None:
-    assert factory.has_fused_adagrad("cpu")
-    assert not factory.has_fused_adagrad("mps")

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from raytrain_opt.optim import LARS, lars
-from raytrain_opt.optim.parameter_groups import parameter_groups
+from raytrain_opt.optim import LARS, large_batch
+from raytrain_opt.optim.factory import parameter_groups
 from tests.support.reference_lars import ReferenceLARS
 
 SHAPES = [(8, 3, 3, 3), (40, 40), (5, 7), (1, 1), (6,), (1,)]
@@ -36,7 +36,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Choose the code path: that of a CPU, or that of other devices and the compiler."""
     if request.param == "all layers":
-        monkeypatch.setattr(lars, "_reads_ratios", lambda _: False)
+        monkeypatch.setattr(large_batch, "_reads_ratios", lambda _: False)
     return str(request.param)
 
 
@@ -158,54 +158,6 @@ def test_extreme_gradients_equal_the_reference(value: float, settings: dict[str,
             assert torch.equal(lars_params[layer], ordinary[layer])
 
 
-def one_step(param: nn.Parameter, grad: Tensor, **settings: Any) -> Tensor:
-    """Return the change of a layer in one step."""
-    before = param.detach().clone()
-    param.grad = grad
-    LARS([param], **settings).step()
-    return param.detach() - before
-
-
-@pytest.mark.usefixtures("route")
-@pytest.mark.parametrize("clip", [False, True])
-def test_the_ratio_is_1_for_zero_weights_or_gradients(clip: bool) -> None:
-    settings = {"lr": 4.0, "clip": clip, "momentum": 0.0}
-    ones = torch.ones(3, 2)
-    change = one_step(nn.Parameter(0 * ones), ones, **settings)
-    torch.testing.assert_close(change, -4.0 * ones)
-    change = one_step(nn.Parameter(ones.clone()), 0 * ones, weight_decay=0.125, **settings)
-    torch.testing.assert_close(change, -0.5 * ones)
-
-
-@pytest.mark.usefixtures("route")
-def test_a_layer_moves_in_proportion_to_its_weights() -> None:
-    for param, grad in zip(weights()[:4], random_grads(0), strict=False):
-        norm = param.norm().item()
-        assert isinstance(grad, Tensor)
-        change = one_step(param, grad, lr=3.0, trust_coefficient=0.01, eps=0.0)
-        assert change.norm().item() == pytest.approx(3.0 * 0.01 * norm)
-
-
-@pytest.mark.usefixtures("route")
-@pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.01])
-def test_steps_equal_timms(weight_decay: float, clip: bool, nesterov: bool) -> None:
-    """For rates up to 1: above, timm also clips the ratio 1 of a layer without gradient."""
-    from timm.optim.lars import Lars
-
-    lars_params, timm_params = weights(), weights()
-    shared = {"weight_decay": weight_decay, "momentum": 0.9, "nesterov": nesterov, "lr": 0.3}
-    lars_optimizer = LARS(lars_params, **shared, trust_coefficient=0.02, clip=clip)
-    timm_optimizer = Lars(
-        timm_params, **shared, trust_coeff=0.02, trust_clip=clip, always_adapt=True
-    )
-    for seed in range(5):
-        for params, optimizer in ((lars_params, lars_optimizer), (timm_params, timm_optimizer)):
-            step(optimizer, params, random_grads(seed), 0.3)
-        torch.testing.assert_close(lars_params, timm_params, rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.usefixtures("route")
 @pytest.mark.parametrize("settings", OPTIONS.values(), ids=OPTIONS)
 def test_a_group_that_does_not_adapt_equals_torchs_sgd(settings: dict[str, Any]) -> None:
@@ -231,14 +183,6 @@ def test_parameters_without_gradient_do_not_change(settings: dict[str, Any]) -> 
     unchanged = weights()
     assert not train(LARS, unchanged, [no_grads]).state_dict()["state"]
     assert all(map(torch.equal, unchanged, weights()))
-
-
-@pytest.mark.usefixtures("route")
-def test_gradients_are_not_changed() -> None:
-    params = weights()
-    train(LARS, params, [random_grads(0)], weight_decay=0.1)
-    for param, grad in zip(params, random_grads(0), strict=True):
-        assert torch.equal(param.grad, grad)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("route")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import io
-import math
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from raytrain_opt.optim.lr_scheduler import ScheduledLR
+from raytrain_opt.optim.factory import ScheduledLR
 from raytrain_opt.optim.schedules import (
     ArcCotangent,
     Constant,
@@ -107,16 +105,3 @@ def test_it_can_be_chained_and_sequenced_with_torchs_schedulers() -> None:
     sequence = lr_scheduler.SequentialLR(optimizer, parts, milestones=[2])
     rates = [rate for (rate,) in rates_of_loop(optimizer, sequence, 4)]
     assert rates == pytest.approx([0.1, 0.1, 0.4, 0.3])
-
-
-def test_the_saved_state_does_not_hold_the_schedule() -> None:
-    optimizer = sgd()
-    scheduler = ScheduledLR(optimizer, Cosine(0.4, 0.0, steps=8))
-    rates_of_loop(optimizer, scheduler, 2)
-    saved = copy.deepcopy(scheduler.state_dict())
-    other = ScheduledLR(sgd(), Linear(0.8, 0.0, steps=8))
-    other.load_state_dict(saved)
-    other.optimizer.step()
-    other.step()
-    assert other.get_last_lr() == [pytest.approx(0.5)]
-    assert not math.isclose(scheduler.get_last_lr()[0], 0.5)

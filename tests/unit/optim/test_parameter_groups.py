@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from raytrain_opt.optim.parameter_groups import parameter_groups
+from raytrain_opt.optim.factory import parameter_groups
 
 
 def names(model: nn.Module, exclude: bool = True) -> list[list[str]]:

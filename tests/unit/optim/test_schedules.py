@@ -7,9 +7,6 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-import torch
-from pydantic import ValidationError
-from torch.optim import lr_scheduler
 
 from raytrain_opt.config.learning_rate import SchedulePolicy
 from raytrain_opt.config.learning_rate import Warmup as WarmupSection
@@ -120,39 +117,6 @@ def test_arc_cotangent_keeps_its_precision_far_from_e() -> None:
     assert schedule.lr(-1e12) == pytest.approx(math.pi)
 
 
-def torch_rates(make_scheduler: Any, steps: int, lr: float = 0.4) -> list[float]:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
-    scheduler = make_scheduler(optimizer)
-    lrs = []
-    for _ in range(steps):
-        lrs.append(scheduler.get_last_lr()[0])
-        optimizer.step()
-        scheduler.step()
-    return lrs
-
-
-@pytest.mark.parametrize(
-    ("schedule", "make_scheduler"),
-    [
-        (Constant(0.4), lambda o: lr_scheduler.ConstantLR(o, factor=1.0)),
-        (MultiStep(0.4, 0.3, (3, 9)), lambda o: lr_scheduler.MultiStepLR(o, [3, 9], gamma=0.3)),
-        (Linear(0.4, 0.1, 12), lambda o: lr_scheduler.LinearLR(o, 1.0, 0.25, total_iters=12)),
-        (Polynomial(0.4, 0.0, 12, 3.0), lambda o: lr_scheduler.PolynomialLR(o, 12, power=3.0)),
-        (Cosine(0.4, 0.05, 12), lambda o: lr_scheduler.CosineAnnealingLR(o, 12, eta_min=0.05)),
-        (
-            Warmup(0.1, 0.4, 6, "linear", Constant(0.4), origin=6),
-            lambda o: lr_scheduler.LinearLR(o, 0.25, 1.0, total_iters=6),
-        ),
-        (
-            Warmup(0.1, 0.4, 6, "constant", Constant(0.4), origin=6),
-            lambda o: lr_scheduler.ConstantLR(o, 0.25, total_iters=6),
-        ),
-    ],
-)
-def test_schedule_equals_torchs(schedule: Schedule, make_scheduler: Any) -> None:
-    assert rates(schedule, 13) == pytest.approx(torch_rates(make_scheduler, 13), abs=1e-12)
-
-
 SHAPES: dict[str, dict[str, Any]] = {
     "constant": {},
     "multistep": {"milestones": [2, 4]},
@@ -241,9 +205,3 @@ def test_a_warmup_starts_at_a_twentieth_of_the_rate_by_default() -> None:
     assert warmup_lrs(WarmupSection(epochs=1), 0.1, 2) == pytest.approx((0.005, 0.0525))
     assert warmup_lrs(WarmupSection(epochs=1), 0.001, 1) == pytest.approx((0.00005,))
     assert warmup_lrs(WarmupSection(epochs=1, lr=0.02), 0.1, 1) == pytest.approx((0.02,))
-
-
-def test_half_of_an_arc_cotangent_must_come_after_its_warmup() -> None:
-    values = {"policy": "schedule", "shape": "arc_cotangent", "half_epoch": 4.0}
-    with pytest.raises(ValidationError, match="half_epoch: is within the warm-up of 6"):
-        SchedulePolicy.model_validate({**values, "warmup": {"epochs": 6}})

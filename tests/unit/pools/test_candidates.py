@@ -72,6 +72,9 @@ class FakeLearner:
         self.cached_mib += 10
         return EvalTotals(BATCH, {"loss": self.lr * BATCH, "accuracy": 1}, 0.1)
 
+    def add_ranks(self, part: EvalTotals) -> EvalTotals:
+        return part
+
     def finish_phase(self, *, fresh: bool = False) -> None:
         self.cached_mib += 1
 
@@ -148,16 +151,3 @@ def test_a_slot_that_was_given_up_trains_nothing() -> None:
     command = a_round(states, 0.2, 0.1)
     reply = slot.handle(Pretrain(command.state, command.plan, (1, 2)), ignore)
     assert (reply.results, learner.trained) == ((), 0)
-
-
-def test_a_worker_says_what_was_chosen_for_a_step() -> None:
-    worker, _, states = make("worker")
-    reply = worker.handle(MainTrain(states.put("a", FakeState(1.0)), 1, Steps(2, (0.1,))), ignore)  # type: ignore[arg-type]
-    assert reply.parallel["step"] == {
-        "precision": "fp32",
-        "kernels": (),
-        "memory_format": "contiguous",
-        "compile": "off",
-        "optimizer": "foreach SGD",
-        "loader_processes": 0,
-    }

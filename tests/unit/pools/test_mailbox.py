@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -23,7 +22,7 @@ from raytrain_opt.pools.commands import (
     StateLost,
 )
 from raytrain_opt.pools.mailbox import RECORDED_RESIDENTS, Mailbox
-from raytrain_opt.recording.spans import Event, Span
+from raytrain_opt.recording.records import Event, Span
 
 T = TypeVar("T")
 LIMIT_S = 5.0
@@ -476,43 +475,3 @@ def test_of_a_large_pool_some_residents_and_the_slowest_are_recorded() -> None:
 
     first = [f"slot {index}" for index in range(RECORDED_RESIDENTS)]
     assert play(scene) == [[*first, "slot 21"], [*first, "slot 22"]]
-
-
-def function_calls(count: int) -> int:
-    """Return how many Python functions a start and a command of a pool of this size call."""
-
-    async def scene(box: Mailbox) -> int:
-        calls = 0
-
-        def on_event(frame: object, event: str, argument: object) -> None:
-            nonlocal calls
-            calls += event == "call"
-
-        sys.setprofile(on_event)
-        try:
-            joined = asyncio.create_task(box.residents("worker", count))
-            await join(box, *map(worker, range(count)))
-            await joined
-            polls = [asyncio.create_task(box.exchange("worker", 0, [])) for _ in range(count)]
-            await box.post("worker", 1, SendInitialState())
-            collected = asyncio.create_task(box.collect("worker", 1, range(count)))
-            for index, poll in enumerate(polls):
-                number, _ = await poll
-                sender = ("worker", index, "node", 1)
-                assert await box.receive([Report(sender, number, Progress(1, 2))]) == Instruction()
-                polls[index] = asyncio.create_task(
-                    box.exchange("worker", number, [Reply(sender, number, "done", time=TIME)])
-                )
-                await asyncio.sleep(0)  # so that whoever waits looks at every single reply
-            assert len(await collected) == count
-            await box.post("worker", 2, Close())
-            await asyncio.gather(*polls)
-        finally:
-            sys.setprofile(None)
-        return calls
-
-    return play(scene)
-
-
-def test_the_work_of_a_start_and_of_a_command_grows_with_the_residents_not_their_square() -> None:
-    assert function_calls(512) < 4.5 * function_calls(128)

@@ -32,7 +32,6 @@ from raytrain_opt.pools.commands import (
     Evaluate,
     MainTrain,
     ProbeBatchSize,
-    Progress,
     Regroup,
     Reply,
     Resident,
@@ -299,16 +298,6 @@ def test_a_resident_that_does_not_start_is_named(mailbox: FakeMailboxActor, stor
     pool = pool_of(mailbox, "worker", 3)
     with pytest.raises(PoolError, match=r"worker 1, worker 2 did not start .*start_s: 0.2"):
         pool.wait_until_ready(0.2)
-
-
-def test_progress_is_reported_while_waiting(mailbox: FakeMailboxActor, store: Store) -> None:
-    reports: list[tuple[str, Progress | None]] = []
-    mailbox.serve("worker", 0, lambda _: None)
-    pool = pool_of(mailbox, "worker", 1)
-    pool.on_wait = lambda name, progress: reports.append((name, progress))
-    with pytest.raises(PoolError):
-        pool.command(SendInitialState())
-    assert ("worker", None) in reports
 
 
 def test_a_slot_that_probes_is_another_process_when_it_ended_or_died(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import random
 import subprocess
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 import ray
 
-from raytrain_opt.errors import PoolError, RaytrainOptError
+from raytrain_opt.errors import PoolError
 from raytrain_opt.pools.commands import (
     Close,
     Command,
@@ -36,9 +37,8 @@ from raytrain_opt.pools.commands import (
     SendInitialState,
     StateLost,
     StateRef,
-    to_failure,
 )
-from raytrain_opt.pools.resident import CommandLoop, next_distance, peer_failure_grace_s
+from raytrain_opt.pools.resident import CommandLoop
 from raytrain_opt.results import Steps
 
 ROOT = Path(__file__).parents[3]
@@ -123,6 +123,8 @@ class Echo:
     def handle(self, command: Command, on_step: OnStep) -> Any:
         self.act(command, on_step)
         return command.name
+
+    failure: Exception | None = None
 
     def steps_before_failure(self, command: Command) -> Callable[[], object] | None:
         return (lambda: f"part of {command.name}") if isinstance(command, MainTrain) else None
@@ -252,19 +254,6 @@ def test_a_lost_connection_between_workers_ends_the_process_not_the_run() -> Non
     assert "shapes cannot be multiplied" in str(failure.error)
 
 
-def test_errors_of_this_package_keep_their_class() -> None:
-    error = RaytrainOptError("x")
-    assert to_failure(error).error is error
-    assert str(to_failure(KeyError("x")).error) == "KeyError: 'x'"
-
-
-def test_an_error_waits_longer_when_the_peers_are_on_other_nodes() -> None:
-    alone, one_node, two_nodes = (
-        peer_failure_grace_s(*sizes) for sizes in ((1, 1), (2, 2), (4, 2))
-    )
-    assert alone == 0 < one_node < two_nodes
-
-
 def test_a_resident_without_a_network_needs_no_torch() -> None:
     modules = ("resident", "programs", "launch_pools")
     imports = ", ".join(f"raytrain_opt.pools.{module}" for module in modules)
@@ -314,13 +303,18 @@ class GroupMember:
 
 
 def live(
-    group: ThreadGroup, make_echo: Callable[[int], Echo], mailboxes: list[Any], grace_s: float = 0
+    group: ThreadGroup,
+    make_echo: Callable[[int], Echo],
+    mailboxes: list[Any],
+    grace_s: float = 0,
+    no_progress_s: float = math.inf,
 ) -> None:
     """Let each rank, a thread, execute commands until the pool is closed."""
 
     def run_rank(rank: int) -> None:
         resident = Resident("worker", rank, "node", rank, "log")
-        loop = CommandLoop(mailboxes[rank], resident, 60.0, grace_s, group.member(rank))
+        member = group.member(rank)
+        loop = CommandLoop(mailboxes[rank], resident, 60.0, grace_s, member, (), no_progress_s)
         loop.run(make_echo(rank))
 
     with ThreadPoolExecutor(group.size) as pool:
@@ -371,6 +365,22 @@ def test_a_rank_whose_exception_the_others_do_not_have_reports_it_itself() -> No
     assert "planted" in str(failure.error)
 
 
+def test_a_rank_for_which_the_others_wait_in_vain_says_what_it_raised() -> None:
+    """It went on after an exception, and the others wait in a collective of the model's own."""
+    group, mailbox, others = ThreadGroup(2), FakeMailbox(deque([EVALUATE])), FakeMailbox(deque())
+    reported = threading.Event()
+    others.on_send = lambda: others.replies and reported.set()
+
+    def make_echo(rank: int) -> Echo:
+        echo = Echo(lambda *_: reported.wait(20))
+        echo.failure = ValueError("planted") if rank else None
+        return echo
+
+    live(group, make_echo, [mailbox, others], no_progress_s=0.1)
+    assert "planted" in str(others.replies[0].error)
+    assert mailbox.replies == ["evaluate"] * 2
+
+
 class Stopping(FakeMailbox):
     """A mailbox whose driver wants the command to end early, or closes the pool."""
 
@@ -410,17 +420,3 @@ def test_ranks_that_are_to_stop_early_stop_before_the_same_step(
         assert len(last) == 4
         assert len(set(last)) == 1
         assert mailbox.replies == last
-
-
-def test_looks_at_what_the_driver_wants_are_half_a_second_apart() -> None:
-    """So a broadcast of a millisecond costs nothing, however short a step is."""
-    distance, elapsed_s, looks = 1, 0.0, 0
-    step_s = 0.003
-    while elapsed_s < 10:
-        elapsed_s, looks = elapsed_s + distance * step_s, looks + 1
-        distance = next_distance(distance, distance * step_s)
-    assert distance == 166
-    assert looks < 25
-    assert next_distance(100, 60.0) == 1
-    assert next_distance(1, 60.0) == 1
-    assert next_distance(4, 0.0) == 32

@@ -17,7 +17,6 @@ from raytrain_opt.pools.commands import (
     MainTrain,
     Pretrain,
     SendCandidateState,
-    SendInitialState,
     StateRef,
 )
 from raytrain_opt.pools.in_process import InProcessStates
@@ -75,23 +74,6 @@ def pretrain(ref: StateRef) -> Pretrain:
     return Pretrain(ref, action, (0,))
 
 
-def test_a_kept_state_outlives_its_object(objects: Objects) -> None:
-    states, ref = RayStateStore(), stored(objects, 1)
-    states.keep(ref)
-    objects.clear()
-    assert states.get(ref) == state(1)
-
-
-def test_the_last_two_states_are_kept_and_none_before(objects: Objects) -> None:
-    states, refs = RayStateStore(), [stored(objects, number) for number in range(3)]
-    for ref in refs:
-        states.keep(ref)
-    objects.clear()
-    assert [states.get(ref) for ref in refs[1:]] == [state(1), state(2)]
-    with pytest.raises(KeyError):
-        states.get(refs[0])
-
-
 def test_a_pinned_state_stays_until_another_one_is_kept(objects: Objects) -> None:
     states, refs = RayStateStore(), [stored(objects, number) for number in range(4)]
     states.keep(refs[0])
@@ -114,14 +96,6 @@ def test_a_later_state_of_the_same_name_takes_the_place_of_the_first(objects: Ob
     objects.clear()
     states.keep(trained)
     assert states.get(trained) == state(2)
-
-
-def test_a_state_that_the_driver_puts_is_kept(objects: Objects) -> None:
-    states = RayStateStore()
-    ref = states.put("epoch 3", state(3))
-    assert objects[ref.ref] == state(3)
-    objects.clear()
-    assert (ref.id, states.get(ref)) == ("epoch 3", state(3))
 
 
 @pytest.mark.parametrize(
@@ -186,11 +160,6 @@ def test_workers_have_a_state_all_of_them_or_none(
         with pytest.raises(ObjectLostError):
             GroupObjectStore(group).get(ref)
     assert asked == [here]
-
-
-def test_a_command_without_a_state_stays_as_it_is(objects: Objects) -> None:
-    assert RayStateStore().renew(SendInitialState()) == SendInitialState()
-    assert not objects
 
 
 @pytest.mark.parametrize("kind", [RayStateStore, InProcessStates])

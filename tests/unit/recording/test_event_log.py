@@ -13,11 +13,9 @@ from rich.console import Console
 
 from raytrain_opt.errors import PoolError, StorageError
 from raytrain_opt.paths import RunPaths
-from raytrain_opt.recording.event_log import EventLog
-from raytrain_opt.recording.recorder import Recorder
-from raytrain_opt.recording.records import EpochRecord
-from raytrain_opt.recording.spans import Event, Span
-from raytrain_opt.terminal.progress import Terminal
+from raytrain_opt.recording.recorder import EventLog, Recorder
+from raytrain_opt.recording.records import EpochRecord, Event, Span
+from raytrain_opt.terminal import Terminal
 from tests.support import synthetic_runs
 
 BEGAN_S = 1000.0
@@ -97,7 +95,7 @@ def test_a_block_of_the_driver_is_a_span(
     event_log: EventLog, paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = iter([BEGAN_S + 1, BEGAN_S + 3])
-    monkeypatch.setattr("raytrain_opt.recording.event_log.monotonic_s", lambda: next(now))
+    monkeypatch.setattr("raytrain_opt.recording.recorder.monotonic_s", lambda: next(now))
     with event_log.span("checkpoint"):
         pass
     event_log.write(1, [LOG])

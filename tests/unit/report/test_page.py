@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from raytrain_opt.errors import JobError, RecordError
 from raytrain_opt.report import write_report
 from raytrain_opt.report.learning_rate_plots import search_plots
-from raytrain_opt.report.plots import Cell, Table
 from raytrain_opt.report.run_reader import read_run
 from tests.support.synthetic_runs import (
     epoch_line,
@@ -82,31 +80,26 @@ def complete_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def test_every_plot_is_in_the_page_and_beside_it(complete_run: Path) -> None:
+def test_every_plot_is_in_the_page(complete_run: Path) -> None:
     page = read(f"{complete_run}/report.html")
     plots = {
-        "metric", "learning_rate", "batch_size_speed", "timeline",
-        "time_parts", "staleness", "loss", "confusion",
+        "metric", "learning_rate", "batch_size_speed", "time_parts", "loss",
     }  # fmt: skip
     assert {f"plot-{name}" for name in plots} == {f["id"] for f in page.all("figure")}
     assert len(page.all("svg")) == len(plots)
     assert all(svg["role"] == "img" and svg["aria-label"] for svg in page.all("svg"))
-    files = {path.name for path in (complete_run / "plots").iterdir()}
-    assert files == {f"{name}.{kind}" for name in plots for kind in ("svg", "png")}
-    assert ">accuracy</text>" in (complete_run / "plots" / "metric.svg").read_text()  # its axis
-    assert (complete_run / "plots" / "metric.png").read_bytes().startswith(b"\x89PNG")
+    assert ">accuracy</text>" in (complete_run / "report.html").read_text()  # an axis
 
 
 def test_tables_hold_the_data(complete_run: Path) -> None:
     page = read(f"{complete_run}/report.html")
-    names = {"rounds", "probes", "processes", "epochs", "staleness", "events", "classes"}
+    names = {"rounds", "probes", "epochs", "events", "classes"}
     assert {table["id"] for table in page.all("table")} == {f"table-{name}" for name in names}
     assert len(page.all("caption")) == len(names)
     assert all(head["scope"] == "col" for head in page.all("th"))
     candidates = [text for text in page.texts if "★\N{NO-BREAK SPACE}" in text]
     assert len(candidates) == 6
     assert all(rate in candidates[0] for rate in ("0.2", "0.1", "0.05"))
-    assert "Mean 0.7, at most 2, over 60 gradients" in page.text
 
 
 def texts_after(page: Page, text: str, count: int) -> list[str]:
@@ -116,7 +109,7 @@ def texts_after(page: Page, text: str, count: int) -> list[str]:
     return texts[start : start + count]
 
 
-def test_predictions_are_shown_by_class_confusion_and_confidence(complete_run: Path) -> None:
+def test_predictions_are_shown_by_class_and_confidence(complete_run: Path) -> None:
     """Class i has 20 samples, i // 2 of which are taken for the next class."""
     page = read(f"{complete_run}/report.html")
     worst = ["class 8", "20", "80.0 %", "84.2 %", "class 9 (4)", "class 9", "20", "80.0 %"]
@@ -127,29 +120,11 @@ def test_predictions_are_shown_by_class_confusion_and_confidence(complete_run: P
     assert texts_after(page, "class 9 (67.0 %)", 1) == ["labeled class 8; test sample 163"]
 
 
-def test_a_thousand_classes_are_a_small_page_without_a_matrix(tmp_path: Path) -> None:
+def test_a_thousand_classes_are_a_small_page(tmp_path: Path) -> None:
     run = with_predictions(write_run(tmp_path / "run"), classes=1000)
     page = read(write_report([str(run)]))
     assert (run / "report.html").stat().st_size < 400_000
-    figures = {figure["id"] for figure in page.all("figure")}
-    assert "plot-confusion" not in figures
     assert "The 100 worst classes by accuracy." in page.text
-
-
-def test_columns_without_any_value_are_left_out() -> None:
-    rows = [[Cell("1"), Cell("–"), Cell("–")], [Cell("2"), Cell("–"), Cell("x")]]
-    table = Table("name", "caption", ("a", "b", "c"), rows).without_empty()
-    assert table.columns == ["a", "c"]
-    assert table.rows == [[Cell("1"), Cell("–")], [Cell("2"), Cell("x")]]
-
-
-def test_the_idle_time_of_a_process_is_the_rest(complete_run: Path) -> None:
-    """A worker is busy for 1.3 of 2 s in each of 6 epochs; the timeline ends 0.1 s early."""
-    page = read(f"{complete_run}/report.html")
-    table = next(i for i, text in enumerate(page.texts) if text.startswith("Time of each process"))
-    cells = page.texts[page.texts.index("worker 0", table) :]
-    idle = float(next(text for text in cells if text.endswith(" %")).removesuffix(" %"))
-    assert idle == pytest.approx(100 * (1 - 6 * 1.3 / 11.9), abs=0.2)
 
 
 def test_the_page_is_self_contained(complete_run: Path) -> None:
@@ -185,7 +160,6 @@ def test_plots_use_the_colors_of_the_page(complete_run: Path) -> None:
     body = html[html.index("<body>") :]
     assert "var(--blue)" in body
     assert not re.search(r"#0072b2|#1f2329|#d9dde3", body)
-    assert "#0072b2" in (complete_run / "plots" / "metric.svg").read_text()
 
 
 def test_texts_of_users_are_escaped(tmp_path: Path) -> None:
@@ -227,26 +201,12 @@ def test_the_name_of_a_metric_is_only_text(tmp_path: Path, name: str) -> None:
     assert f"Test {name} over seconds" in [svg["aria-label"] for svg in compared.all("svg")]
 
 
-def test_no_plot_is_written_through_a_link(tmp_path: Path) -> None:
-    run, elsewhere = write_run(tmp_path / "run", epochs=1), tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (run / "plots").symlink_to(elsewhere)
-    with pytest.raises(JobError, match=r"run/plots is a link"):
-        write_report([str(run)])
-    assert not list(elsewhere.iterdir())
-
-
 def test_an_interrupted_run_has_a_report(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", epochs=1, finished=False)
     write_lines(run / "events.jsonl", [event_line("interrupted", "Terminated")])
     page = read(write_report([str(run)]))
     assert "1 of 3 epochs" in page.text
     assert "interrupted: Terminated" in page.text
-
-
-def test_a_run_that_has_just_started_has_a_report(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", epochs=0, finished=False)
-    assert "0 of 2 epochs" in read(write_report([str(run)])).text
 
 
 def test_a_batch_size_search_alone_has_a_report(tmp_path: Path) -> None:
@@ -272,10 +232,7 @@ def test_a_comparison_shows_the_fields_that_differ(tmp_path: Path) -> None:
     location = write_report([str(run) for run in runs])
     assert location == f"{runs[0]}/comparison.html"
     page = read(location)
-    assert [f["id"] for f in page.all("figure")] == [
-        "plot-metric_over_time",
-        "plot-metric_over_samples",
-    ]
+    assert [f["id"] for f in page.all("figure")] == ["plot-metric_over_time"]
     caption = next(i for i, text in enumerate(page.texts) if text.startswith("Results."))
     table = page.texts[caption:]
     assert table.index("91.67 %") < table.index("B") < table.index("83.33 %")
@@ -284,35 +241,17 @@ def test_a_comparison_shows_the_fields_that_differ(tmp_path: Path) -> None:
     assert "epochs" in page.texts
 
 
-def test_search_samples_count_in_the_comparison(tmp_path: Path) -> None:
-    """An epoch has 20 steps of 64 samples, 15 in the main training; its round has 3 x 5."""
-    from raytrain_opt.report.compare import samples_at_ends
-
-    run = read_run(str(write_run(tmp_path / "a", epochs=2)))
-    assert samples_at_ends(run) == [35 * 64, 70 * 64]
-
-
 def test_a_report_under_a_uri_is_written_there(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     assert write_report([f"file://{run}"]) == f"file://{run}/report.html"
     assert read(f"{run}/report.html").all("svg")
-    assert (run / "plots" / "timeline.svg").is_file()
 
 
-def test_a_damaged_record_gives_no_page(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
-    (run / "rounds.jsonl").write_text("no JSON\n")
-    with pytest.raises(RecordError, match=r"rounds\.jsonl, line 1"):
-        write_report([str(run)])
-    assert not (run / "report.html").exists()
-
-
-@pytest.mark.timeout(600)
-def test_the_page_of_ten_thousand_rounds_is_below_15_mb(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", epochs=10_000)
+def test_the_page_takes_at_most_1500_bytes_for_each_round(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", epochs=1000)
     page = Path(write_report([str(run)]))
-    assert page.stat().st_size < 15e6
-    assert page.read_text().count("<tr>") > 20_000
+    assert page.stat().st_size < 1.5e6
+    assert page.read_text().count("<tr>") > 2000
 
 
 def race_line(first: int, optimizer: str, steps: int, **changes: Any) -> dict[str, Any]:
@@ -325,33 +264,19 @@ def race_line(first: int, optimizer: str, steps: int, **changes: Any) -> dict[st
     return line
 
 
-def failed(line: dict[str, Any], *statuses: str) -> dict[str, Any]:
-    """Return the round with candidates that ended so; the loss of one remains finite."""
-    for candidate, status in zip(line["candidates"], statuses, strict=True):
-        candidate["status"] = status
-    line["candidates"][0]["val_loss"] = None
-    return line
-
-
 def race_page(folder: Path, *lines: dict[str, Any]) -> Page:
     run_dir = write_run(folder / "run", rounds=False)
     write_lines(run_dir / "rounds.jsonl", lines)
     return Page(Path(write_report([str(run_dir)])).read_text())
 
 
-def test_a_race_of_optimizers_is_shown_with_who_left_when_and_why(tmp_path: Path) -> None:
+def test_a_race_of_optimizers_is_shown(tmp_path: Path) -> None:
     page = race_page(
         tmp_path,
         race_line(0, "AdamW", 9, reason="next Muon"),
         race_line(3, "Muon", 9),
         race_line(6, "Muon", 36, winner=4, next_base_lr=0.2, reason="peak 0.2"),
     )
-    left = "left after 9 steps: lowest loss 0.5 at 0.05 against 0.05 of Muon; 27 steps in all"
-    assert f"AdamW {left}." in page.text
-    chosen = "was chosen: lowest loss 0.05 at 0.05; 135 steps in all"
-    assert f"Muon {chosen}." in page.text
-    assert f"next Muon. AdamW {left}" in page.texts
-    assert f"peak 0.2. Muon {chosen}" in page.texts
     assert "chose Muon with a peak learning rate of 0.2, against AdamW." in page.text
     assert {"AdamW", "Muon", "chosen peak"} <= set(page.texts)
 
@@ -364,33 +289,8 @@ def test_a_search_that_decided_nothing_is_not_shown_as_a_choice(tmp_path: Path) 
         race_line(3, "Muon", 9, winner=4, next_base_lr=0.1, reason=reason),
     )
     assert f"The search before the first epoch has {reason}." in page.text
-    assert "Muon trains, which was not decided: lowest loss 0.05 at 0.05; 27 steps" in page.text
-    assert "was chosen" not in page.text
+    assert "chosen peak" not in page.text
     assert "usual rate" in page.texts
-
-
-@pytest.mark.parametrize(
-    ("statuses", "ends"),
-    [
-        (["diverged"] * 3, "diverged"),
-        (["lost"] * 3, "were lost"),
-        (["lost", "diverged", "diverged"], "diverged or were lost"),
-    ],
-)
-def test_an_optimizer_without_a_finite_loss_left_because_of_that(
-    tmp_path: Path, statuses: list[str], ends: str
-) -> None:
-    page = race_page(
-        tmp_path,
-        failed(race_line(0, "AdamW", 9), *statuses),
-        race_line(3, "Muon", 9),
-        race_line(6, "SGD", 9),
-        race_line(9, "Muon", 36),
-        failed(race_line(12, "SGD", 36, winner=9), *statuses),
-    )
-    all_ended = f"left after 9 steps: all its candidates {ends}; 27 steps in all"
-    assert f"AdamW {all_ended}." in page.text
-    assert f"SGD left after 36 steps: all its candidates of 36 steps {ends}; 135" in page.text
 
 
 def test_losses_below_zero_are_in_the_plots_of_the_search(
@@ -412,9 +312,3 @@ def test_losses_below_zero_are_in_the_plots_of_the_search(
     search_plots(read_run(str(run_dir)))
     [validation] = painted
     assert sorted(validation.lines[0].get_ydata()) == [-3.0, -2.8]
-
-
-def test_a_race_in_progress_has_nobody_who_left(tmp_path: Path) -> None:
-    page = race_page(tmp_path, race_line(0, "AdamW", 9), race_line(3, "Muon", 9))
-    assert "AdamW so far has 9 steps: lowest loss 0.5 at 0.05; 27 steps in all." in page.text
-    assert "left after" not in page.text

@@ -47,18 +47,6 @@ def test_a_run_that_has_just_started_has_only_a_job(tmp_path: Path) -> None:
     assert run.first_step(1) == 0
 
 
-def test_a_run_under_a_uri_is_read_in_place(run_dir: Path) -> None:
-    run = read_run(f"file://{run_dir}")
-    assert run.run_dir == f"file://{run_dir}"
-    assert len(run.epochs) == 3
-
-
-@pytest.mark.parametrize(("count", "workers"), [({"min": 1, "max": 4}, 4), ("auto", 1), (3, 3)])
-def test_the_workers_are_those_of_the_job(tmp_path: Path, count: object, workers: int) -> None:
-    run_dir = write_run(tmp_path / "run", job_changes={"workers": {"count": count}})
-    assert read_run(str(run_dir)).workers == workers
-
-
 def test_an_incomplete_last_line_is_left_out(run_dir: Path) -> None:
     with (run_dir / "epochs.jsonl").open("a") as file:
         file.write('{"schema_version": 1, "epo')

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from raytrain_opt.report import summaries
 from raytrain_opt.report.run_reader import read_run
 from raytrain_opt.report.summary import RunSummary, summarize
 from tests.support.synthetic_runs import (
@@ -33,23 +32,6 @@ def summary_of(run_dir: Path) -> RunSummary:
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     return write_run(tmp_path / "run", epochs=4)
-
-
-def test_the_numbers_of_a_finished_run(run_dir: Path) -> None:
-    summary = summary_of(run_dir)
-    assert (summary.status, summary.epochs_done, summary.epochs) == ("finished", 4, 4)
-    assert summary.test_metric == pytest.approx(0.875)
-    assert (summary.best_test_metric, summary.best_epoch) == (summary.test_metric, 4)
-    assert summary.wall_s == 41.0
-    assert summary.samples_per_s == 960.0
-    assert (summary.global_batch_size, summary.batch_size_per_worker, summary.workers) == (
-        64,
-        32,
-        2,
-    )
-    assert (summary.min_lr, summary.max_lr) == (0.1, pytest.approx(0.12))
-    assert summary.data_wait_fraction == pytest.approx(0.02)
-    assert summary.warnings == ()
 
 
 def test_cost_and_gain_of_the_search_are_stated(run_dir: Path) -> None:
@@ -230,13 +212,6 @@ def test_no_warning_without_a_reason(run_dir: Path, change: Callable[[Path], Non
     assert summary_of(run_dir).warnings == ()
 
 
-def test_an_unfinished_run_has_a_summary(tmp_path: Path) -> None:
-    summary = summary_of(write_run(tmp_path / "run", epochs=2, finished=False))
-    assert (summary.status, summary.epochs_done, summary.epochs) == ("not finished", 2, 4)
-    assert summary.test_metric == 0.75
-    assert summary.search.samples is None
-
-
 def test_the_warning_of_an_unfinished_run_has_its_length_and_a_command_for_a_shell(
     tmp_path: Path,
 ) -> None:
@@ -249,10 +224,3 @@ def test_the_warning_of_an_unfinished_run_has_its_length_and_a_command_for_a_she
     [warning] = [w for w in summary_of(run).warnings if "not finished" in w]
     assert "2 of 4 epochs are done" in warning
     assert f"raytrain-opt run --resume '{run}' (and --trust if" in warning
-
-
-def test_summaries_are_json_for_scripts(tmp_path: Path) -> None:
-    run_dirs = [str(write_run(tmp_path / name)) for name in ("a", "b")]
-    summary = json.loads(json.dumps(summaries(run_dirs), allow_nan=False))
-    assert summary["schema_version"] == 1
-    assert [run["run_dir"] for run in summary["runs"]] == run_dirs

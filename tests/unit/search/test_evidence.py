@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from raytrain_opt.search.evidence import guessing_loss, has_learned, is_better
+from raytrain_opt.search.optimizer_race import guessing_loss, has_learned, is_better
 from raytrain_opt.search.policy import Candidate, CandidateResult
 
 

@@ -11,11 +11,10 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.config.updates import OptimizerChoiceSection
 from raytrain_opt.errors import JobError
 from raytrain_opt.optim.epoch_steps import EpochSteps
-from raytrain_opt.search.factory import build_policy, max_candidates
+from raytrain_opt.search.factory import build_policy
 from raytrain_opt.search.fixed_schedule import FixedSchedule
 from raytrain_opt.search.policy import History, TrainEpoch
 from raytrain_opt.search.stpt import Stpt
-from raytrain_opt.search.stpt_horizon import HorizonStpt
 from tests.support.synthetic_runs import write_schedule
 
 
@@ -32,26 +31,10 @@ def job(epochs: int = 4, **learning_rate: Any) -> Job:
     )
 
 
-def test_the_search_that_needs_no_first_guess_is_the_default() -> None:
-    assert isinstance(build_policy(job(), EpochSteps(25)), HorizonStpt)
-
-
 def test_stpt_gets_the_length_of_the_training() -> None:
     policy = build_policy(job(policy="stpt"), EpochSteps(25))
     assert isinstance(policy, Stpt)
     assert (policy.epochs, policy.alpha_steps(1)) == (4, 2)
-
-
-def test_alpha_is_checked_against_the_data() -> None:
-    with pytest.raises(JobError, match=r"learning_rate\.alpha"):
-        build_policy(job(policy="stpt", alpha=26), EpochSteps(25))
-
-
-def test_stpt_horizon_gets_the_epochs_and_steps() -> None:
-    steps = EpochSteps(25, ((3, 12),))
-    policy = build_policy(job(policy="stpt_horizon", horizon=0.25), steps)
-    assert isinstance(policy, HorizonStpt)
-    assert (policy.section.horizon, policy.epochs, policy.steps) == (0.25, 4, steps)
 
 
 def test_a_schedule_covers_all_epochs() -> None:
@@ -121,14 +104,13 @@ def test_replay_says_what_is_wrong_with_the_file(
         (4, {"policy": "stpt", "candidates": [2.0, 1.0, 0.5]}, 3),
         (4, {"policy": "stpt", "candidates": [1.0, 0.5], "alpha": 1.0}, 2),
         (4, {"policy": "stpt", "candidates": [1.0], "alpha": 10**6}, 0),
-        (4, {"policy": "stpt", "warmup": {"epochs": 4}}, 0),
         (4, {"policy": "stpt_horizon"}, 3),
         (4, {"policy": "schedule"}, 0),
         (4, {"policy": "replay", "schedule": "not read here"}, 0),
     ],
 )
 def test_max_candidates(epochs: int, section: dict[str, Any], expected: int) -> None:
-    assert max_candidates(job(epochs, **section)) == expected
+    assert job(epochs, **section).learning_rate.max_candidates == expected
 
 
 def test_a_horizon_aware_search_needs_the_split_that_it_scores_on() -> None:

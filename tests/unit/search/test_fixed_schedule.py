@@ -23,7 +23,7 @@ from raytrain_opt.search.fixed_schedule import (
     RecordedEpoch,
     RecordedSchedule,
 )
-from raytrain_opt.search.policy import History, StartAgain, TrainEpoch, TryCandidates
+from raytrain_opt.search.policy import History, StartAgain, TrainEpoch
 from tests.support.synthetic_runs import write_schedule
 
 EMPTY = History()
@@ -33,22 +33,6 @@ RECORDED = (
     '{"epoch": 1, "optimizer": "SGD", "auto_weight_decay": false, "restarts": false, '
     '"lr_multipliers": {}, "steps": {"first": 0, "lrs": [0.5]}}\n'
 )
-
-
-def test_each_epoch_trains_at_its_part_of_the_schedule() -> None:
-    policy = FixedSchedule(Linear(0.6, 0.0, steps=6), EpochSteps(3))
-    first, second = policy.next(1, EMPTY), policy.next(2, EMPTY)
-    assert first.steps.lrs == pytest.approx((0.6, 0.5, 0.4))
-    assert second.steps.lrs == pytest.approx((0.3, 0.2, 0.1))
-    assert (first.epoch, second.epoch) == (1, 2)
-
-
-def test_the_rate_drops_when_the_loss_has_not_fallen_for_longer_than_the_patience() -> None:
-    policy = PlateauSchedule(FixedSchedule(Constant(0.1), EpochSteps(2)), gamma=0.1, patience=1)
-    losses = (3.0, 2.0, 2.1, 2.0, 1.9, 1.9, 1.95, 1.8)
-    rates = [policy.next(n + 1, History(epoch_losses=losses[:n])).steps.lrs for n in range(9)]
-    assert [lrs[0] for lrs in rates] == pytest.approx([0.1] * 4 + [0.01] * 3 + [0.001] * 2)
-    assert all(len(set(lrs)) == 1 and len(lrs) == 2 for lrs in rates)
 
 
 def test_plateaus_are_those_of_torchs_scheduler() -> None:
@@ -61,12 +45,6 @@ def test_plateaus_are_those_of_torchs_scheduler() -> None:
         scheduler.step(loss)
         [lr] = policy.next(epoch + 1, History(epoch_losses=losses[:epoch])).steps.lrs
         assert lr == pytest.approx(optimizer.param_groups[0]["lr"])
-
-
-def test_it_has_no_candidates_to_decide() -> None:
-    policy = FixedSchedule(Linear(0.6, 0.0, steps=6), EpochSteps(3))
-    with pytest.raises(ValueError, match="no candidates"):
-        policy.decide(TryCandidates(1, 0.6, "", (), ()), [], EMPTY)
 
 
 def recorded(*epochs: Steps, restarts: Sequence[int] = ()) -> RecordedSchedule:

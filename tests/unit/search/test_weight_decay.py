@@ -9,7 +9,7 @@ import pytest
 
 from raytrain_opt.config.learning_rate import HorizonPolicy
 from raytrain_opt.config.updates import OptimizerSection
-from raytrain_opt.optim.epoch_steps import EpochSteps
+from raytrain_opt.optim.epoch_steps import Epochs, EpochSteps, Time
 from raytrain_opt.search.policy import (
     Candidate,
     CandidateResult,
@@ -78,7 +78,7 @@ def test_a_loss_that_is_not_positive_says_nothing_about_the_fit() -> None:
 
 def policy(*optimizers: OptimizerSection) -> HorizonStpt:
     section = HorizonPolicy(policy="stpt_horizon")
-    return HorizonStpt(section, 16, EpochSteps(96), optimizers)
+    return HorizonStpt(section, Epochs(16), EpochSteps(96), optimizers)
 
 
 def test_candidates_train_without_it_and_epochs_with_their_own() -> None:
@@ -189,8 +189,8 @@ def test_the_first_half_holds_the_validation_split_out_and_scores_it_twice() -> 
     "changes",
     [
         {"validation_size": 0},
-        {"epochs": 8},
-        {"epochs": None},
+        {"length": Epochs(8)},
+        {"length": Time(60.0)},
         {"optimizers": (OptimizerSection(name="Muon"),)},
     ],
 )

@@ -298,17 +298,11 @@ def test_the_measured_noise_is_that_of_the_gradients() -> None:
     assert noise.gradient_sq == pytest.approx(200, rel=0.1)
 
 
-def test_one_step_has_an_infinite_error() -> None:
+def test_the_error_of_few_steps_is_between_the_prior_and_their_own_and_of_many_their_own() -> None:
     assert mean_and_error([2.0]) == (2.0, math.inf)
-
-
-def test_the_error_of_few_steps_is_between_the_prior_and_their_own() -> None:
     assert mean_and_error([2.0, 2.0])[1] == pytest.approx((3 * 0.06**2 / 4 / 2) ** 0.5)
     few = mean_and_error([2.0, 4.0, 2.0, 4.0])
     assert few == (3.0, pytest.approx(((3 * 0.09**2 + 4) / 6 / 4) ** 0.5))
-
-
-def test_the_error_of_many_steps_is_their_own() -> None:
     many = list(np.random.default_rng(0).normal(10, 1, 10_000))
     assert mean_and_error(many)[1] == pytest.approx(0.01, rel=0.03)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,15 +119,6 @@ def test_unmeasured_checkpoints_are_never_the_best(
     assert [checkpoint.epoch for checkpoint in checkpoints.saved] == kept
 
 
-def test_a_resumed_run_continues_the_index(tmp_path: Path) -> None:
-    save_all(open_checkpoints(tmp_path, keep=1), [0.9, 0.1])
-    again = open_checkpoints(tmp_path, keep=1)
-    assert again.latest is not None
-    assert again.latest.epoch == 2
-    again.save(3, trained(), {}, 0.2)
-    assert folders(tmp_path) == ["epoch-0001", "epoch-0003"]
-
-
 def test_a_folder_that_the_index_does_not_name_is_no_checkpoint(tmp_path: Path) -> None:
     """As after a crash between the files and the index."""
     checkpoints = open_checkpoints(tmp_path)
@@ -169,21 +158,6 @@ def test_a_full_disk_is_a_storage_error_and_earlier_checkpoints_are_kept(
     assert {name: after[name] for name in before} == before
     assert not [name for name in after if name.endswith(".tmp")]
     assert open_checkpoints(tmp_path).latest == checkpoints.latest
-
-
-def test_the_index_is_readable_json(tmp_path: Path) -> None:
-    open_checkpoints(tmp_path).save(1, trained(), {}, 0.5)
-    [entry] = json.loads((tmp_path / "index.json").read_text())["checkpoints"]
-    files = {file.name: file.read_bytes() for file in (tmp_path / "epoch-0001").iterdir()}
-    sha256 = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-    assert entry == {
-        "folder": "epoch-0001",
-        "epoch": 1,
-        "rounds": 0,
-        "steps": 0,
-        "score": 0.5,
-        "sha256": sha256,
-    }
 
 
 # Within an epoch.

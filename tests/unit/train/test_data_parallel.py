@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_opt.config.updates import ParallelSection
-from raytrain_opt.errors import JobError
+from raytrain_opt.errors import JobError, UserCodeError
 from raytrain_opt.train.data_parallel import (
     Parallel,
     begin_communicator_warmup,
@@ -19,6 +19,7 @@ from raytrain_opt.train.data_parallel import (
     distribute,
 )
 from raytrain_opt.train.micro_batches import MicroBatches
+from raytrain_opt.train.phase import Phase, failed_steps
 
 CPU = torch.device("cpu")
 
@@ -104,6 +105,21 @@ def test_compression_rounds_each_micro_batch_and_each_sum_in_one_process_too(
     rows = x.sum(1).to(dtype)
     assert model.weight.grad is not None
     assert torch.equal(model.weight.grad[0], (rows[0] + rows[1] + rows[2]).float())
+
+
+def test_a_rank_whose_gradients_nobody_waits_for_says_what_it_raised() -> None:
+    """The others wait in a collective of the model's own, and the exchange breaks."""
+    micro_batches = MicroBatches(range(1), 1)
+    phase = Phase(1, micro_batches, {}, search=True, held_out=0, loss_sum=torch.zeros(1))
+
+    def exchange() -> None:
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:545] Read error: connection reset")
+
+    with (
+        pytest.raises(UserCodeError, match=r"ValueError: planted \(at .*test_data_parallel.py:"),
+        failed_steps(phase, nn.Linear(1, 1), exchange),
+    ):
+        raise ValueError("planted")
 
 
 def test_the_error_of_an_early_connection_is_raised_by_wait() -> None:

@@ -10,7 +10,6 @@ import torch
 import torchvision
 from torch import nn
 
-from raytrain_opt.config.load import dump_job, parse_job
 from raytrain_opt.config.schema import Compile
 from raytrain_opt.train.kernels import BACKENDS, autocast_dtype, choose_kernels, compile_model
 
@@ -115,9 +114,3 @@ def test_auto_lets_a_network_stay_eager_that_cannot_be_compiled(
     assert compile_model("auto", model, CUDA) == "default"
     assert torch.equal(model(x), expected)
     assert tried
-
-
-def test_off_in_a_job_file_is_not_false() -> None:
-    job = parse_job("model: resnet8\ndata: digits\nepochs: 1\nglobal_batch_size: 8\ncompile: off")
-    assert job.compile == "off"
-    assert parse_job(dump_job(job)).compile == "off"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from raytrain_opt.train.state import PackedTensor, TrainingState, capture, model_tensors, restore
+from raytrain_opt.train.state import PackedTensor, TrainingState, capture, restore
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -114,14 +114,6 @@ def test_a_training_returns_to_an_earlier_state() -> None:
     assert training.step(1).capture().digest() == once
 
 
-def test_the_learning_rate_and_the_scale_are_restored() -> None:
-    first, second = (Training(OPTIMIZERS["momentum"], seed) for seed in (0, 1))
-    first.optimizer.param_groups[0]["lr"] = 0.123
-    second.restore(first.capture())
-    assert second.optimizer.param_groups[0]["lr"] == 0.123
-    assert second.scaler.get_scale() == first.scaler.get_scale() == 8.0
-
-
 def test_parameters_stay_the_same_objects_in_the_same_place() -> None:
     training = Training(OPTIMIZERS["adamw"], 0).step(1)
     before = [(id(p), p.data_ptr()) for p in training.model.parameters()]
@@ -170,18 +162,13 @@ def test_every_bit_changes_the_digest() -> None:
     assert len(digests) == len(state.tensors) + 1
 
 
-@pytest.mark.parametrize("other", [{"shape": (4, 3)}, {"dtype": "int32"}])
-def test_shapes_and_dtypes_change_the_digest(other: dict[str, Any]) -> None:
-    tensor = PackedTensor.from_tensor(torch.zeros(3, 4), copy=True)
-    digests = [TrainingState({"t": t}, {}).digest() for t in (tensor, replace(tensor, **other))]
-    assert digests[0] != digests[1]
-
-
-def test_names_change_the_digest_but_their_order_does_not() -> None:
-    a, b = (PackedTensor.from_tensor(torch.full((2,), value), copy=True) for value in (1.0, 2.0))
-    digest = TrainingState({"a": a, "b": b}, {}).digest()
-    assert TrainingState({"b": b, "a": a}, {}).digest() == digest
-    assert TrainingState({"a": b, "b": a}, {}).digest() != digest
+def test_names_shapes_and_dtypes_change_the_digest_and_the_order_of_names_does_not() -> None:
+    a, b = (PackedTensor.from_tensor(torch.full((2, 1), value), copy=True) for value in (1.0, 2.0))
+    others = [replace(a, shape=(1, 2)), replace(a, dtype="int32")]
+    tensors = [{"a": a, "b": b}, {"a": b, "b": a}, *({"a": other, "b": b} for other in others)]
+    assert len({TrainingState(named, {}).digest() for named in tensors}) == 4
+    digests = [TrainingState(named, {}).digest() for named in ({"a": a, "b": b}, {"b": b, "a": a})]
+    assert digests[0] == digests[1]
 
 
 @pytest.mark.parametrize(
@@ -210,9 +197,3 @@ def test_any_tensor_is_unpacked_unchanged(tensor: Tensor, order: str, copy: bool
     back = packed.tensor()
     assert (back.shape, back.dtype) == (tensor.shape, tensor.dtype)
     assert torch.equal(back.nan_to_num(99.0), tensor.nan_to_num(99.0))
-
-
-def test_model_tensors_have_the_models_names() -> None:
-    training = Training(OPTIMIZERS["adamw"], 0).step(1)
-    tensors = model_tensors(training.capture())
-    assert list(tensors) == list(training.model.state_dict())

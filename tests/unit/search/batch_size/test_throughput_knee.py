@@ -21,7 +21,7 @@ from raytrain_opt.search.batch_size.strategy import (
     SizeBounds,
     Strategy,
 )
-from raytrain_opt.search.batch_size.throughput_model import combine, draw_curves
+from raytrain_opt.search.batch_size.throughput_knee import combine, draw_curves
 from tests.support.samples import Samples
 from tests.support.simulated_machine import Curve, Machine, random_machine, replayed
 
@@ -77,36 +77,28 @@ class TestRandomMachines:
 
 
 class TestDecisions:
-    def test_a_flat_curve_takes_few_probes_and_a_small_size(self) -> None:
-        machine = Machine(Curve(half=0.01), WIDE, noise=0.002)
-        assert searched(machine).batch_size <= 8
-        assert len(machine.history) <= 8
+    @pytest.mark.parametrize(
+        ("curve", "largest", "noise", "low", "high"),
+        [
+            (Curve(half=0.01), 4096, 0.002, 1, 8),  # flat
+            (Curve(half=4.0), 4096, 0.002, 96, 256),  # truly 187
+            (Curve(half=50.0, overlap=30.0), 4096, 0.002, 64, 128),  # a sharp knee, truly at 52
+            (Curve(half=0.1, tile=32), 4096, 0.003, 32, 32),
+            (Curve(half=8.0, tile=8), 27, 0.005, 24, 24),  # 27 leaves a tile half empty
+            (Curve(half=16.0, overlap=4.0, cache=64.0, decline=0.2), 4096, 0.003, 32, 64),
+        ],
+    )
+    def test_the_knee_of_a_curve_is_found(
+        self, curve: Curve, largest: int, noise: float, low: int, high: int
+    ) -> None:
+        machine = Machine(curve, SizeBounds(largest, 50_000), noise=noise)
+        assert low <= searched(machine).batch_size <= high
+        assert high > 8 or len(machine.history) <= 8
 
     def test_size_for_free_takes_the_largest(self) -> None:
         machine = Machine(Curve(half=1e6), WIDE, noise=0.005)
         assert searched(machine).batch_size == 4096
         assert machine.sizes == [32, 128, 512, 2048, 4096]
-
-    def test_finds_the_knee_of_the_model(self) -> None:
-        machine = Machine(Curve(half=4.0), WIDE, noise=0.002)
-        assert 96 <= searched(machine).batch_size <= 256  # truly 187
-
-    def test_a_sharp_knee(self) -> None:
-        machine = Machine(Curve(half=50.0, overlap=30.0), WIDE, noise=0.002)
-        assert 64 <= searched(machine).batch_size <= 128  # truly 52
-
-    def test_tiles_are_seen(self) -> None:
-        machine = Machine(Curve(half=0.1, tile=32), WIDE, noise=0.003)
-        assert searched(machine).batch_size == 32
-
-    def test_the_largest_size_is_not_taken_where_it_leaves_a_tile_half_empty(self) -> None:
-        machine = Machine(Curve(half=8.0, tile=8), SizeBounds(27, 1000), noise=0.005)
-        assert searched(machine).batch_size == 24
-
-    def test_a_decline_beyond_a_best_size(self) -> None:
-        curve = Curve(half=16.0, overlap=4.0, cache=64.0, decline=0.2)
-        machine = Machine(curve, WIDE, noise=0.003)
-        assert searched(machine).batch_size in (32, 64)
 
     def test_a_wider_tolerance_takes_a_smaller_size(self) -> None:
         machine = Machine(Curve(half=4.0), WIDE, noise=0.002)

@@ -1,0 +1,309 @@
+"""Optimizers for large batches: LARS, and the RMSprop warm-up.
+
+LARS, layer-wise adaptive rate scaling: You, Gitman and Ginsburg 2017 (arXiv 1708.03888).
+
+    w, g     weights and gradient of a layer       |x|    Euclidean norm
+    eta      trust coefficient                     d      weight decay
+    m        momentum                              v      momentum buffer, initially 0
+
+    r = eta |w| / (|g| + d |w| + eps)              trust ratio of the layer            (1)
+    r = min(r / lr, 1)                             instead, with LARC's clipping       (2)
+    r = 1                                          if |w| = 0 or |g| = 0               (3)
+    v = m v + r (g + d w)                                                              (4)
+    w = w - lr v                                                                       (5)
+
+The ratio multiplies the gradient before the momentum, and the rate multiplies their sum, so
+that a schedule changes all of v at once; You et al. put the rate into (4), which is the same
+while the rate is constant. (4) and (5) are torch's SGD on the adapted gradients r (g + d w),
+and torch computes them. `eps` is an addition, as in timm: it bounds r for a layer whose gradient
+nearly vanishes. (2) is NVIDIA apex's LARC: the layer's rate is at most `lr`.
+
+Norms are float32 (float64 for float64). Numbers that are not finite are not hidden: a layer
+whose gradient holds a NaN becomes NaN, by (1). An infinite |g|, also one that overflows float32
+(from about 1e19), gives r = 0: the layer's finite elements do not change and infinite ones
+become NaN. Other layers are not affected.
+
+RMSprop warm-up: RMSprop at first, momentum SGD later.
+
+    w, g     weights and gradient, with weight decay added      m    running mean of g^2
+    t        updates done before this one                       v    momentum buffer
+    c, p     center and period of the transition, in updates    s    rmsprop_scale
+
+    m = alpha m + (1 - alpha) g^2                                                       (1)
+    v = momentum v + (a + b / (sqrt(m) + eps)) g                                        (2)
+    w = w - lr v                                                                        (3)
+
+    a = (1 + ELU(2 (t - c) / p)) / 2, at most 1                                         (4)
+      = exp(2 (t - c) / p) / 2       for t < c
+      = 1/2 + (t - c) / p            for c <= t < c + p / 2
+      = 1                            afterwards
+    b = s (1 - a)                                                                       (5)
+
+`a` is the fraction of SGD. The paper prints the straight part of (4) with twice this slope, so
+that it would pass 1 halfway and drop back to it; its text, and the ELU that it names, agree with
+the form here, which is smooth at c and reaches 1 where the paper says. The paper's v has the
+opposite sign; v is torch's momentum buffer here, so that from a = 1 on this is torch's SGD bit
+for bit.
+Source: Akiba, Suzuki and Fukuda, Extremely Large Minibatch SGD, 2017 (arXiv 1711.04325).
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from torch.optim.sgd import sgd
+
+from raytrain_opt.optim.batched import BatchedOptimizer
+
+
+class LARS(BatchedOptimizer):
+    """SGD with momentum in which each layer moves in proportion to the norm of its weights.
+
+    A group with `"adapt": False` is updated by torch's SGD with the group's settings: that is
+    how biases and normalization are excluded, see `parameter_groups`. On a GPU all layers of a
+    group are updated by few kernels and no step waits for the device; `lr` may be a tensor, which
+    captured CUDA graphs read at every replay. During a step, that takes memory for twice the
+    weights.
+
+    Raises ValueError: a value out of its range. RuntimeError: sparse gradients or complex
+    parameters.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor,
+        *,
+        momentum: float = 0.9,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        trust_coefficient: float = 0.001,
+        eps: float = 1e-8,
+        clip: bool = False,
+    ) -> None:
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ValueError(f"LARS: lr as a tensor must have one element, not {lr.numel()}")
+        settings = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "trust_coefficient": trust_coefficient,
+            "eps": eps,
+        }
+        for name, value in settings.items():
+            self._check(name, float(value))
+        if nesterov and (momentum == 0 or dampening != 0):
+            raise ValueError("LARS: nesterov needs a momentum above 0 and dampening 0")
+        super().__init__(params, {**settings, "nesterov": nesterov, "clip": clip, "adapt": True})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore the state, with each buffer in the memory layout of its parameter."""
+        super().__setstate__(state)
+        for param, values in self.state.items():
+            buffer = values.get("momentum_buffer")
+            if buffer is not None and buffer.stride() != param.stride():
+                values["momentum_buffer"] = torch.empty_like(param).copy_(buffer)
+
+    def _update_group(self, group: dict[str, Any], params: list[Any]) -> None:
+        for batch in self._batches(params):
+            grads = [p.grad for p in batch]
+            buffers: list[Tensor | None] = []
+            if group["momentum"] != 0:
+                buffers = [self.state[p].get("momentum_buffer") for p in batch]
+            if not group["adapt"]:
+                _descend(batch, grads, buffers, group, group["weight_decay"])
+            elif _reads_ratios(batch[0].device):
+                _update_layer_by_layer(batch, grads, buffers, group)
+            else:
+                _descend(batch, _adapted(batch, grads, group), buffers, group)
+            for param, buffer in zip(batch, buffers, strict=False):
+                self.state[param]["momentum_buffer"] = buffer
+
+
+def _reads_ratios(device: torch.device) -> bool:
+    """Return True where ratios can be read as Python numbers without waiting for a device."""
+    return device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _update_layer_by_layer(
+    params: list[Tensor], grads: list[Tensor], buffers: list[Tensor | None], group: dict[str, Any]
+) -> None:
+    """Update each layer while a CPU has it in its caches, by r g with decay r d."""
+    for layer, grad in enumerate(grads):
+        one = slice(layer, layer + 1)
+        [r] = _trust_ratios(params[one], [grad], group).tolist()
+        buffer = buffers[one]
+        _descend(params[one], [grad * r], buffer, group, r * group["weight_decay"])
+        buffers[one] = buffer
+
+
+def _adapted(params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+    """Return r (g + d w) of every layer.
+
+    Each ratio is repeated for all elements of its layer: a product with one device scalar per
+    tensor would launch a kernel per tensor.
+    """
+    ratios = _trust_ratios(params, grads, group)
+    adapted = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
+    factors = [r.expand(g.numel()) for r, g in zip(ratios.unbind(), adapted, strict=True)]
+    flat = torch.cat(factors)
+    # Not `split`: Inductor of torch 2.11 takes each part for the first one.
+    starts = accumulate((g.numel() for g in adapted[:-1]), initial=0)
+    same_layout = [
+        flat.as_strided(g.shape, g.stride(), start)
+        for g, start in zip(adapted, starts, strict=True)
+    ]
+    torch._foreach_mul_(adapted, same_layout)
+    return adapted
+
+
+def _trust_ratios(params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> Tensor:
+    """Compute (1) to (3) for all layers, from the norms of their weights and gradients."""
+    dtype = torch.promote_types(params[0].dtype, torch.float32)
+    weights, gradients = torch.stack(torch._foreach_norm(params + grads, 2, dtype)).chunk(2)
+    denominators = torch.add(gradients, weights, alpha=group["weight_decay"]) + group["eps"]
+    ratios = weights / denominators * group["trust_coefficient"]
+    if group["clip"]:
+        ratios = (ratios / group["lr"]).clamp(max=1.0)
+    adapted: Tensor = ratios.masked_fill(torch.minimum(weights, gradients) == 0, 1.0)
+    return adapted
+
+
+def _descend(
+    params: list[Tensor],
+    grads: list[Tensor],
+    buffers: list[Tensor | None],
+    group: dict[str, Any],
+    weight_decay: float = 0.0,
+) -> None:
+    """Compute (4) and (5) with `grads` as r g and `weight_decay` as r d.
+
+    New momentum buffers are put into `buffers`.
+    """
+    fused = _can_be_fused(params, grads, buffers, group["lr"])
+    sgd(
+        params,
+        grads,
+        buffers,
+        foreach=not fused,
+        fused=fused,
+        weight_decay=weight_decay,
+        momentum=group["momentum"],
+        lr=group["lr"],
+        dampening=group["dampening"],
+        nesterov=group["nesterov"],
+        maximize=False,
+    )
+
+
+def has_fused_kernels(parameter: Tensor) -> bool:
+    """Return whether torch has fused updates for a parameter's device and type.
+
+    On a CPU, those of torch 2.11 leave half-precision parameters as they are.
+    """
+    device = parameter.device.type
+    return device == "cuda" or (device == "cpu" and parameter.dtype.itemsize >= 4)
+
+
+def _can_be_fused(
+    params: list[Tensor], grads: list[Tensor], buffers: list[Tensor | None], lr: float | Tensor
+) -> bool:
+    """Return whether torch's fused kernel works: equal layouts, and all buffers or none."""
+    if torch.compiler.is_compiling() or not has_fused_kernels(params[0]):
+        return False
+    if isinstance(lr, Tensor) and lr.dtype != torch.float32:
+        return False
+    existing = [buffer for buffer in buffers if buffer is not None]
+    return len(existing) in (0, len(params)) and all(
+        tensor.stride() == param.stride()
+        for tensors in (grads, existing)
+        for tensor, param in zip(tensors, params, strict=False)
+    )
+
+
+PAPER_SCALE = 3e-4 / 6.4
+
+
+def sgd_fraction(step: float, center: float, period: float) -> float:
+    """Return (4), the fraction of SGD in the update after `step` others: from nearly 0 to 1."""
+    x = 2.0 * (step - center) / period
+    return 0.5 * math.exp(x) if x < 0 else min(1.0, 0.5 + 0.5 * x)
+
+
+class RMSpropWarmup(BatchedOptimizer):
+    """A mixture of RMSprop and momentum SGD that turns into momentum SGD alone.
+
+    `rmsprop_scale` is the rate of RMSprop divided by that of SGD. Because it is a ratio, `lr`,
+    and so every schedule and candidate, controls both parts. The default is the paper's 3e-4
+    divided by its 6.4 (half of 0.1 x 32768 / 256); for another peak rate, start with
+    3e-4 / peak. Center and period are in epochs of `steps_per_epoch` updates; their defaults are
+    the paper's. `weight_decay` is added to the gradient before both parts use it.
+
+    The updates of a group are counted in the state of its first parameter (`step`), so a copy
+    of the state continues the transition at the same point.
+
+    Raises ValueError: a value out of its range. RuntimeError: sparse or complex gradients.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float,
+        *,
+        momentum: float = 0.9,
+        alpha: float = 0.99,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        rmsprop_scale: float = PAPER_SCALE,
+        center_epochs: float = 10.0,
+        period_epochs: float = 5.0,
+        steps_per_epoch: int,
+    ) -> None:
+        settings = {
+            "lr": lr,
+            "momentum": momentum,
+            "alpha": alpha,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "rmsprop_scale": rmsprop_scale,
+            "center_epochs": center_epochs,
+            "period_epochs": period_epochs,
+        }
+        for name, value in settings.items():
+            positive, below_one = name in ("eps", "period_epochs"), name in ("momentum", "alpha")
+            self._check(name, value, positive=positive, below_one=below_one)
+        for name in ("center", "period"):
+            settings[f"{name}_steps"] = settings.pop(f"{name}_epochs") * steps_per_epoch
+        super().__init__(params, settings)
+
+    def _update_group(self, group: dict[str, Any], params: list[Any]) -> None:
+        count = self.state[group["params"][0]].setdefault("step", torch.zeros(()))
+        sgd = sgd_fraction(count.item(), group["center_steps"], group["period_steps"])
+        count += 1
+        rmsprop = (1.0 - sgd) * group["rmsprop_scale"]
+        for batch in self._batches(params):  # by (1) to (3), in place, in few kernels
+            grads = [p.grad for p in batch]
+            momenta = self._buffers("momentum_buffer", batch)
+            squares = self._buffers("square_avg", batch)
+            if group["weight_decay"] != 0:
+                grads = list(torch._foreach_add(grads, batch, alpha=group["weight_decay"]))
+            torch._foreach_mul_(momenta, group["momentum"])
+            if rmsprop == 0:
+                torch._foreach_add_(momenta, grads)
+            else:
+                torch._foreach_mul_(squares, group["alpha"])
+                torch._foreach_addcmul_(squares, grads, grads, value=1.0 - group["alpha"])
+                factors = list(torch._foreach_sqrt(squares))
+                torch._foreach_add_(factors, group["eps"])
+                torch._foreach_reciprocal_(factors)
+                torch._foreach_mul_(factors, rmsprop)
+                torch._foreach_add_(factors, sgd)
+                torch._foreach_addcmul_(momenta, grads, factors)
+            torch._foreach_add_(batch, momenta, alpha=-group["lr"])

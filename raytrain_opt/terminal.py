@@ -1,0 +1,164 @@
+"""Progress of a run in the terminal: a progress bar, or plain lines in a log or a pipe."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Self
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from raytrain_opt.clock import monotonic_s
+from raytrain_opt.errors import printable
+from raytrain_opt.recording.records import BatchSizeProbeRecord, EpochRecord
+
+
+class Terminal:
+    """Display of a run's progress: a plain line per event, for logs, `ray job logs` and pipes."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def note(self, text: str) -> None:
+        """Print a line that stays."""
+        print_line(self._console, text)
+
+    def phase(self, text: str) -> None:
+        """Show the current activity, if the display moves."""
+
+    def advance(self, fraction: float) -> None:
+        """Show how much of the training is done, if the display moves."""
+
+    def epoch(self, record: EpochRecord) -> None:
+        """Show the result of an epoch."""
+        self.note(epoch_text(record))
+
+
+class PhaseColumn(ProgressColumn):
+    """The current activity with its seconds, so that a long one is not taken for a hang."""
+
+    def render(self, task: Task) -> Text:
+        """Return the text; rich calls this many times a second."""
+        seconds = int(monotonic_s() - task.fields["phase_began_s"])
+        return Text(f"{task.description}  {seconds} s" if seconds else task.description)
+
+
+class Bar(Terminal):
+    """A progress bar with epoch, phase and its seconds, accuracy, speed and remaining time."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        self._progress = Progress(
+            SpinnerColumn(),
+            PhaseColumn(),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[last_epoch]}", markup=False),
+            console=console,
+            transient=True,
+        )
+        self._task = self._progress.add_task(
+            "starting", total=1.0, last_epoch="", phase_began_s=monotonic_s()
+        )
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def phase(self, text: str) -> None:
+        self._progress.update(self._task, description=text, phase_began_s=monotonic_s())
+
+    def advance(self, fraction: float) -> None:
+        self._progress.update(self._task, completed=fraction)
+
+    def epoch(self, record: EpochRecord) -> None:
+        text = f"lr {record.lr:.4g}  {record.samples_per_s:,.0f} samples/s"
+        text = f"{_metric_text(record)}{text}"
+        self._progress.update(self._task, completed=record.epoch / record.epochs, last_epoch=text)
+
+
+def open_terminal() -> Terminal:
+    """Return a progress bar when stdout is a terminal, otherwise plain lines."""
+    console = Console(file=sys.stdout)
+    return Bar(console) if console.is_terminal else Terminal(console)
+
+
+def print_line(console: Console, text: str) -> None:
+    """Print text as it is, but nothing that controls a terminal."""
+    console.print(printable(text), markup=False, emoji=False, highlight=False, soft_wrap=True)
+
+
+def epoch_text(record: EpochRecord) -> str:
+    """Return one epoch as one line."""
+    loss = "–" if record.train_loss is None else f"{record.train_loss:.4f}"
+    left_s = (record.epochs - record.epoch) * _training_s(record)
+    left = f"  about {_rounded(left_s)} left" if left_s else ""
+    speed = f"{record.samples_per_s:,.0f} samples/s"
+    return (
+        f"epoch {record.epoch}/{record.epochs}  lr {record.lr:.4g}  train loss {loss}  "
+        f"{_metric_text(record)}{speed}  {record.duration_s:.1f} s{left}"
+    )
+
+
+def _training_s(record: EpochRecord) -> float:
+    """Return the seconds of an epoch without its search."""
+    return max(record.duration_s - (record.timings_s.get("pretrain_s") or 0.0), 0.0)
+
+
+def _rounded(seconds: float) -> str:
+    units = ((3600, "h", 1), (60, "min", 0), (1, "s", 0))
+    size, unit, digits = next((u for u in units if seconds >= 2 * u[0]), units[-1])
+    return f"{seconds / size:.{digits}f} {unit}"
+
+
+def probe_text(record: BatchSizeProbeRecord) -> str:
+    """Return one probe of a batch-size search as one line."""
+    check = " (check)" if record.check else ""
+    start = f"probe {record.probe}{check}: batch size {record.batch_size}"
+    if record.status == "out_of_memory":
+        return f"{start}  out of memory  ({record.error})"
+    speed, error = record.samples_per_s or 0.0, record.samples_per_s_error
+    error_pct = "?" if not speed or error is None else f"{100 * error / speed:.1f}"
+    return f"{start}  {speed:,.0f} samples/s ± {error_pct} %  ({record.reason})"
+
+
+def _metric_text(record: EpochRecord) -> str:
+    metric = record.metric
+    return f"test {metric.name} {metric.text(record.test_metric)}  " if metric else ""
+
+
+def print_summary(
+    metric: str, rows: Sequence[Sequence[str]], facts: Sequence[tuple[str, str]]
+) -> None:
+    """Print the table of epochs, then one line per fact (name, text)."""
+    console = Console(file=sys.stdout)
+    table = Table("epoch", "learning rate", "train loss", f"test {escape(metric)}", "time")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    width = max((len(name) for name, _ in facts), default=0)
+    for name, text in facts:
+        print_line(console, f"{name:<{width}}  {text}")

@@ -1,0 +1,514 @@
+"""A run under the URI of an object storage, tried against S3 over HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import obstore
+import pytest
+
+from raytrain_opt import remote, storage
+from raytrain_opt.errors import JobError, StorageError, TakenOverError
+from raytrain_opt.paths import RunPaths, check_run
+from raytrain_opt.recording.reader import read_lines
+from raytrain_opt.recording.records import EventRecord
+from raytrain_opt.storage import append_lines, open_store, remove_tree, write_json, write_text
+from tests.support.s3_server import Fault, Request, S3Server, cut, delay, refuse
+
+
+def index_of(run: RunPaths) -> list[int]:
+    index = json.loads(storage.read(run.shown, "checkpoints/index.json") or b"")
+    checkpoints: list[int] = index["checkpoints"]
+    return checkpoints
+
+
+def write_index(run: RunPaths, *checkpoints: int | str) -> None:
+    write_json(run.checkpoints / "index.json", {"checkpoints": list(checkpoints)})
+
+
+def names(uri: str) -> set[str]:
+    return {entry["path"] for batch in obstore.list(open_store(uri)) for entry in batch}
+
+
+def puts(s3: S3Server) -> list[str]:
+    return [r.path for r in s3.requests if r.method == "PUT"]
+
+
+@pytest.fixture
+def run(s3: S3Server) -> RunPaths:
+    return RunPaths.create(s3.new_uri(), "r")
+
+
+def test_new_and_changed_files_are_copied(run: RunPaths) -> None:
+    write_index(run, 1)
+    append_lines(run.rounds, ['{"epoch": 1}'])
+    run.publish()
+    append_lines(run.rounds, ['{"epoch": 2}'])
+    run.publish()
+    assert index_of(run) == [1]
+    assert storage.read(run.shown, "rounds.jsonl") == run.rounds.read_bytes()
+
+
+def test_files_of_ray_stay_on_this_machine(run: RunPaths) -> None:
+    folder = Path(run.ray_storage)
+    assert folder.parent == run.local
+    (folder / "slots").mkdir(parents=True)
+    (folder / "slots" / "tuner.pkl").touch()
+    run.publish()
+    assert names(run.shown) == set()
+
+
+def test_what_completes_a_run_is_copied_last(run: RunPaths, s3: S3Server) -> None:
+    for path in (run.checkpoints / "index.json", run.result, run.schedule, run.job):
+        write_json(path, {})
+    run.publish()
+    assert [name.rsplit("/", 1)[1] for name in puts(s3)[-2:]] == ["index.json", "result.json"]
+
+
+def test_deleted_files_are_removed_and_nothing_is_copied_twice(
+    run: RunPaths, s3: S3Server
+) -> None:
+    for name in ("epoch-0001", "epoch-0002"):
+        (run.checkpoints / name).mkdir()
+        write_text(run.checkpoints / name / "weights", name)
+    run.publish()
+    remove_tree(run.checkpoints / "epoch-0001")
+    (run.local / ".job.yaml.1.tmp").write_text("half written")
+    s3.requests.clear()
+    run.publish()
+    assert names(run.shown) == {"checkpoints/epoch-0002/weights"}
+    assert puts(s3) == []
+
+
+def test_of_a_record_only_what_is_new_is_copied(
+    run: RunPaths, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1,000 epochs would otherwise send a record 1,000 times."""
+    for module in (storage, remote):
+        monkeypatch.setattr(module, "RECORD_PART", 1000)
+    lines = [
+        EventRecord(
+            kind="storage", epoch=epoch, text="x" * 50, time_s=0.0, utc="2026-11-23T00:00:00Z"
+        ).model_dump_json()
+        for epoch in range(1, 101)
+    ]
+    for line in lines:
+        append_lines(run.events, [line])
+        run.publish()
+    sent = sum(r.size for r in s3.requests if r.method == "PUT")
+    assert sent < 100 * 1000 + 2 * run.events.stat().st_size
+    write_index(run)
+    run.publish()
+    assert len(read_lines(run.shown, "events.jsonl", EventRecord)) == 100
+    resumed = RunPaths.existing(run.shown)
+    assert resumed.events.read_bytes() == run.events.read_bytes()
+    # A resume cuts records.
+    write_text(resumed.events, "\n".join(lines[:20]) + "\n")
+    resumed.publish()
+    assert storage.read(run.shown, "events.jsonl") == resumed.events.read_bytes()
+    parts = {name for name in names(run.shown) if name.startswith("events")}
+    assert len(parts) == -(-resumed.events.stat().st_size // 1000)
+    resumed.release()
+
+
+def test_large_files_are_uploaded_in_parts(
+    run: RunPaths, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part is repeated alone."""
+    monkeypatch.setattr(remote, "_UPLOAD_PART", 5 * 2**20)  # the least that S3 allows
+    (run.checkpoints / "epoch-0001").mkdir()
+    weights = run.checkpoints / "epoch-0001" / "weights.safetensors"
+    weights.write_bytes(os.urandom(12 * 2**20))
+    s3.applies_to = lambda request: request.method == "PUT" and request.size > 2**20
+    s3.faults.extend([refuse("SlowDown"), None, cut])
+    run.publish()
+    assert max(request.size for request in s3.requests) == 5 * 2**20
+    assert len([r for r in s3.requests if r.method == "PUT"]) == 3 + 2
+    name = "checkpoints/epoch-0001/weights.safetensors"
+    assert storage.read(run.shown, name) == weights.read_bytes()
+    write_index(run, "epoch-0001")
+    run.publish()
+    fetched = RunPaths.existing(run.shown, write=False)
+    assert (fetched.local / name).read_bytes() == weights.read_bytes()
+
+
+# What a storage may do.
+
+FAULTS: dict[str, list[Fault]] = {
+    "503": [refuse("SlowDown")] * 3,
+    "500": [refuse("InternalError", "500 Internal Server Error")] * 2,
+    "lost connections": [cut, cut],
+    "slow answers": [delay(0.2), refuse("SlowDown"), delay(0.2), cut],
+}
+
+
+@pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS)
+def test_requests_are_repeated(run: RunPaths, s3: S3Server, faults: list[Fault]) -> None:
+    run.claim()
+    write_index(run, 1)
+    s3.applies_to = lambda request: "index.json" in request.path
+    s3.faults.extend(faults)
+    run.publish()
+    s3.faults.extend(faults)
+    assert index_of(run) == [1]
+    run.release()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Clients that do not wait long for an answer."""
+    monkeypatch.setitem(storage._CLIENT, "read_timeout", timedelta(seconds=0.2))
+    open_store.cache_clear()
+    yield
+    open_store.cache_clear()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_what_timed_out_is_copied_by_the_next_attempt(run: RunPaths, s3: S3Server) -> None:
+    """Even if the storage has done it since."""
+    write_index(run, 1)
+    run.publish()
+    write_index(run, 1, 2)
+    done = threading.Event()
+
+    def answer_late(request: Request) -> None:
+        s3.pass_on(request)
+        done.set()
+        time.sleep(0.5)
+
+    s3.applies_to = lambda request: request.method == "PUT"
+    s3.faults.append(answer_late)
+    with pytest.raises(StorageError, match=r"\(timed out\)"):
+        run.publish()
+    assert done.wait(30)
+    write_index(run, 1, 2, 3)
+    run.publish()
+    assert index_of(run) == [1, 2, 3]
+    s3.applies_to = lambda request: request.method == "GET"
+    s3.faults.append(delay(0.5))
+    assert index_of(run) == [1, 2, 3]  # a read is repeated at once
+
+
+def test_a_put_whose_answer_is_lost_is_no_conflict(run: RunPaths, s3: S3Server) -> None:
+    """The repeated request finds the object that the first one has made."""
+    run.claim()
+    write_index(run, 1)
+    run.publish()
+
+    def lose_answer(request: Request) -> None:
+        s3.pass_on(request)
+        request.cut()
+
+    write_index(run, 1, 2)
+    s3.applies_to = lambda request: request.method == "PUT" and "index.json" in request.path
+    s3.faults.append(lose_answer)
+    run.publish()
+    assert index_of(run) == [1, 2]
+    write_index(run, 1, 2, 3)
+    run.publish()
+    assert index_of(run) == [1, 2, 3]
+    run.release()
+
+
+@pytest.mark.parametrize("answer", ["cut", "500"])
+def test_a_lease_whose_answer_is_lost_is_our_own(run: RunPaths, s3: S3Server, answer: str) -> None:
+    def lose_answer(request: Request) -> tuple[str, bytes] | None:
+        s3.pass_on(request)
+        if answer == "cut":
+            request.cut()
+            return None
+        request.size = 0
+        return "500 Lost", b""
+
+    s3.applies_to = lambda request: request.method == "PUT" and "lease" in request.path
+    s3.faults.append(lose_answer)
+    run.claim()
+    with pytest.raises(JobError, match="another process is writing"):
+        RunPaths(run.local, run.shown).claim()
+    run.release()
+
+
+def test_what_a_storage_does_not_store_is_missed(run: RunPaths, s3: S3Server) -> None:
+    """It answers 200, and the local copy would be removed at the end."""
+    write_index(run, 1)
+    run.publish()
+
+    def store_elsewhere(request: Request) -> None:
+        for key in ("PATH_INFO", "RAW_URI", "REQUEST_URI"):
+            request.environ[key] = request.path + ".lost"
+
+    write_text(run.job, "job")
+    write_index(run, 1, 2)
+    s3.applies_to = lambda request: request.method == "PUT"
+    s3.faults.extend([store_elsewhere] * 2)
+    with pytest.raises(StorageError, match=r"all files are in.*does not have.*job\.yaml"):
+        run.publish()
+    run.publish()
+    assert index_of(run) == [1, 2]
+    assert storage.read(run.shown, "job.yaml") == b"job"
+
+
+# S3 answers either of them to a request that removes several objects.
+DENIED = (
+    "<DeleteResult><Error><Key>{key}</Key><Code>AccessDenied</Code><Message>no</Message></Error>"
+    "</DeleteResult>"
+)
+
+
+@pytest.mark.parametrize("status", ["403 Forbidden", "200 OK"])
+def test_a_storage_that_removes_nothing_ends_no_run(
+    run: RunPaths, s3: S3Server, status: str
+) -> None:
+    (run.checkpoints / "epoch-0001").mkdir()
+    write_text(run.checkpoints / "epoch-0001" / "weights", "1")
+    run.publish()
+    remove_tree(run.checkpoints / "epoch-0001")
+    key = f"runs/{run.run_id}/checkpoints/epoch-0001/weights"
+    denied = refuse("AccessDenied", status)
+    if status == "200 OK":
+        denied = lambda _: (status, DENIED.format(key=key).encode())  # noqa: E731
+    s3.applies_to = lambda r: r.method == "DELETE" or "delete" in r.environ["QUERY_STRING"]
+    s3.faults.extend([denied] * 9)
+    note = run.publish()
+    assert note is not None
+    assert "epoch-0001/weights, cannot be removed: " in note
+    assert "AccessDenied" in note
+    write_text(run.job, "job")
+    assert run.publish() is None
+    assert names(run.shown) == {"checkpoints/epoch-0001/weights", "job.yaml"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (refuse("ExpiredToken", "400 Bad Request"), "ExpiredToken"),
+        (refuse("InvalidAccessKeyId", "403 Forbidden"), "InvalidAccessKeyId"),
+        (refuse("SlowDown"), "SlowDown"),
+    ],
+    ids=["expired credentials", "wrong credentials", "503 for long"],
+)
+def test_what_cannot_be_repeated_is_an_error_without_secrets(
+    run: RunPaths, s3: S3Server, fault: Fault, words: str
+) -> None:
+    write_text(run.job, "job")
+    s3.faults.extend([fault] * 100)
+    with pytest.raises(StorageError, match=rf"cannot be written; all files are in.*{words}") as e:
+        run.publish()
+    assert "SECRETKEY" not in str(e.value)
+    assert "Debug" not in str(e.value)
+    s3.reset()
+    run.publish()  # new credentials, for example
+    assert storage.read(run.shown, "job.yaml") == b"job"
+
+
+def test_signatures_of_urls_are_not_shown() -> None:
+    text = storage.error_text(OSError("PUT https://host/a?se=2030&sig=SECRET failed:\n  why?"))
+    assert text == "PUT https://host/a failed: why?"
+
+
+@pytest.mark.parametrize("uri", ["nosuchscheme://bucket/r", "s3://bucket/r?region=a&sas=b"])
+def test_a_uri_that_cannot_be_used_is_named(tmp_path: Path, uri: str) -> None:
+    run = RunPaths(tmp_path, uri)
+    write_text(run.job, "job")
+    with pytest.raises(StorageError, match="bucket/r.* cannot be written"):
+        run.publish()
+
+
+# Fetching.
+
+
+def test_a_run_is_fetched_to_be_resumed(run: RunPaths) -> None:
+    write_index(run)
+    run.publish()
+    resumed = RunPaths.existing(run.shown)
+    assert (resumed.run_id, resumed.shown) == (run.run_id, run.shown)
+    assert resumed.local != run.local
+    assert (resumed.checkpoints / "index.json").is_file()
+    resumed.release()
+    with pytest.raises(JobError, match="--resume: holds no checkpoint"):
+        RunPaths.existing(storage.join(run.shown, "nowhere"))
+
+
+def test_nothing_is_fetched_without_a_run(s3: S3Server) -> None:
+    """One folder too high may hold all runs of a year."""
+    uri = s3.new_uri()
+    run = RunPaths.create(uri, "r")
+    write_index(run)
+    run.publish()
+    s3.requests.clear()
+    with pytest.raises(JobError, match="holds no checkpoint"):
+        RunPaths.existing(uri)
+    assert len(s3.requests) == 1
+    check_run(run.shown)
+
+
+def test_the_folder_of_a_run_is_removed_at_the_end_of_the_process(
+    run: RunPaths, tmp_path: Path
+) -> None:
+    """Unless it has something that the objects have not."""
+    write_index(run)
+    run.publish()
+    code = f"""
+from raytrain_opt.paths import RunPaths
+from raytrain_opt.storage import write_json
+resumed, changed = (RunPaths.existing({run.shown!r}, write=False) for _ in range(2))
+write_json(changed.result, {{}})
+"""
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    [copy] = tmp_path.glob("rto-*")
+    assert (copy / "result.json").exists()
+
+
+def test_only_what_the_index_names_is_fetched(run: RunPaths, s3: S3Server) -> None:
+    """A checkpoint that it does not name, left by a killed run, is removed with the next copy."""
+    wanted = {"job.yaml", "epochs.jsonl", "checkpoints/epoch-0002-round-01/weights.safetensors"}
+    orphan = "checkpoints/epoch-0003/weights.safetensors"
+    others = {"ray/state", "checkpoints/epoch-0002-round-01/notes", "checkpoints/core", ".a"}
+    for name in {*wanted, orphan, *others}:
+        storage.write(run.shown, name, name.encode())
+    index = json.dumps([{"folder": "epoch-0002-round-01"}]).encode()
+    storage.write(run.shown, "checkpoints/index.json", index)
+    resumed = RunPaths.existing(run.shown)
+    files = {str(p.relative_to(resumed.local)) for p in resumed.local.rglob("*") if p.is_file()}
+    assert files - {".owner"} == {*wanted, "checkpoints/index.json"}
+    s3.requests.clear()
+    resumed.publish()
+    assert puts(s3) == []
+    left = names(run.shown)
+    assert orphan not in left
+    assert {*wanted, *others} <= left
+    resumed.release()
+
+
+def test_a_run_that_cannot_be_fetched_leaves_nothing(
+    run: RunPaths, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_index(run)
+    write_text(run.job, "job")
+    run.publish()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    s3.applies_to = lambda request: request.method == "GET" and "job.yaml" in request.path
+    s3.faults.extend([refuse("AccessDenied", "403 Forbidden")] * 20)
+    with pytest.raises(JobError, match="AccessDenied"):
+        RunPaths.existing(run.shown)
+    assert list(tmp_path.iterdir()) == []
+    s3.reset()
+    RunPaths.existing(run.shown).release()
+
+
+# One process at a time.
+
+
+def begin(run: RunPaths) -> None:
+    run.claim()
+    write_index(run, 1)
+    append_lines(run.epochs, ["1"])
+    run.publish()
+
+
+def expire_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "LEASE_S", 0.0)
+
+
+def test_a_live_run_is_not_taken_over(run: RunPaths) -> None:
+    begin(run)
+    with pytest.raises(JobError, match=rf"another process is writing.*process {os.getpid()} on"):
+        RunPaths.existing(run.shown)
+    RunPaths.existing(run.shown, write=False)  # to evaluate it
+    write_index(run, 1, 2)
+    run.publish()
+    run.release()
+    RunPaths.existing(run.shown).release()
+
+
+def test_a_lease_is_renewed(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "LEASE_S", 3.0)
+    monkeypatch.setattr(remote, "_RENEWAL_S", 0.2)
+    begin(run)
+    name = "lease/000001"
+    first = obstore.head(open_store(run.shown), name)["last_modified"]
+    while obstore.head(open_store(run.shown), name)["last_modified"] == first:
+        pass  # until the renewal; S3 counts seconds
+    with pytest.raises(JobError, match="another process is writing"):
+        RunPaths.existing(run.shown)
+    run.release()
+
+
+def test_of_two_that_resume_a_dead_run_one_gets_it(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch, s3: S3Server
+) -> None:
+    begin(run)
+    expire_leases(monkeypatch)
+    others: list[RunPaths] = []
+
+    def resume(_: Request) -> None:
+        s3.applies_to = lambda _: False
+        others.append(RunPaths.existing(run.shown))
+
+    s3.applies_to = lambda request: request.method == "PUT" and "lease/000002" in request.path
+    s3.faults.append(resume)
+    with pytest.raises(JobError, match="another process is writing"):
+        RunPaths.existing(run.shown)
+    assert len(others) == 1
+
+
+def test_a_driver_that_comes_back_cannot_write(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(run)
+    expire_leases(monkeypatch)
+    second = RunPaths.existing(run.shown)
+    write_index(second, 1, 2)
+    second.publish()
+    write_index(run)
+    with pytest.raises(TakenOverError, match=rf"resumed by another process.*{os.getpid()}"):
+        run.publish()
+    assert index_of(run) == [1, 2]
+    write_index(second, 1, 2, 3)
+    second.publish()
+    second.release()
+
+
+@pytest.mark.parametrize("name", ["epochs.jsonl", "checkpoints/index.json"])
+@pytest.mark.parametrize("when", ["before", "after"], ids="{} its first copy".format)
+def test_a_put_in_progress_when_the_run_is_taken_over_changes_nothing(
+    run: RunPaths, s3: S3Server, monkeypatch: pytest.MonkeyPatch, name: str, when: str
+) -> None:
+    """The former holder has found itself the holder, then sleeps until another one writes."""
+    begin(run)
+    expire_leases(monkeypatch)
+    append_lines(run.epochs, ["late"])
+    write_index(run, "late")
+    run.publish()
+    others: list[RunPaths] = []
+
+    def take_over(_: Request) -> None:
+        s3.applies_to = lambda _: False
+        other = RunPaths.existing(run.shown)
+        others.append(other)
+        write_index(other, 1, 2)
+        append_lines(other.epochs, ["2"])
+        if when == "after":
+            other.publish()
+
+    append_lines(run.epochs, ["later"])
+    write_index(run, "later")
+    s3.applies_to = lambda request: request.method == "PUT" and request.path.endswith(name)
+    s3.faults.append(take_over)
+    with pytest.raises(TakenOverError):
+        run.publish()
+    [other] = others
+    other.publish()
+    assert index_of(run) == [1, 2]
+    assert storage.read(run.shown, "epochs.jsonl") == other.epochs.read_bytes()
+    other.release()

@@ -1,0 +1,137 @@
+"""A progress bar in a terminal, plain lines elsewhere, and a table at the end."""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from raytrain_opt.recording.records import EpochRecord
+from raytrain_opt.terminal import Bar, Terminal, epoch_text, open_terminal, print_summary
+from tests.support.synthetic_runs import evaluation
+
+
+def record(**values: Any) -> EpochRecord:
+    values_of_epoch: dict[str, Any] = {
+        "epoch": 3,
+        "epochs": 8,
+        "lr": 0.0125,
+        "lr_peak": 0.2,
+        "optimizer": "SGD",
+        "weight_decay_factor": 1.0,
+        "train_loss": 0.51234,
+        **evaluation(0.9512),
+        "test_samples": 10,
+        "workers": 2,
+        "samples": 100,
+        "samples_per_s": 12345.6,
+        "skipped": 0,
+        "duration_s": 2.04,
+        "timings_s": {},
+    }
+    return EpochRecord(**{**values_of_epoch, **values})
+
+
+def colored_console(width: int = 200) -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, force_terminal=True, width=width), out
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+
+
+def test_each_note_and_each_epoch_is_one_line() -> None:
+    out = io.StringIO()
+    with Terminal(Console(file=out, width=20)) as terminal:
+        terminal.phase("main train")
+        terminal.advance(0.3)
+        terminal.note("a note [with brackets] that is longer than the line is wide")
+        terminal.epoch(record())
+    assert out.getvalue().splitlines() == [
+        "a note [with brackets] that is longer than the line is wide",
+        epoch_text(record()),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("epoch", "duration_s", "left"),
+    [
+        (3, 20.0, "about 50 s left"),
+        (3, 100.0, "about 8 min left"),
+        (3, 8000.0, "about 11.1 h left"),
+        (8, 20.0, None),
+    ],
+)
+def test_a_line_says_how_long_the_other_epochs_take(
+    epoch: int, duration_s: float, left: str | None
+) -> None:
+    """Without the search, which took ten seconds of the epoch."""
+    text = epoch_text(record(epoch=epoch, duration_s=duration_s, timings_s={"pretrain_s": 10.0}))
+    assert text.endswith(left or f"{duration_s} s")
+
+
+def test_the_bar_shows_phase_percentage_and_last_epoch() -> None:
+    console, out = colored_console()
+    with Bar(console) as terminal:
+        terminal.phase("starting")
+        terminal.note("run directory: [here]")
+        terminal.phase("epoch 4/8  main train")
+        terminal.epoch(record())
+        terminal.advance(0.75)
+    text = plain(out.getvalue())
+    assert "run directory: [here]" in text
+    assert "epoch 4/8  main train" in text
+    assert "75%" in text
+    assert "accuracy 95.12 %  lr 0.0125  12,346 samples/s" in text
+
+
+def test_brackets_in_the_name_of_a_metric_stay(capsys: pytest.CaptureFixture[str]) -> None:
+    console, out = colored_console()
+    name = "mAP [small]"
+    metric = {"name": name, "higher_is_better": True}
+    with Bar(console) as terminal:
+        terminal.epoch(record(test_metrics={name: 0.5}, metric=metric))
+    assert f"{name} 0.5" in plain(out.getvalue())
+    print_summary(name, [], [])
+    assert f"test {name}" in capsys.readouterr().out
+
+
+def test_a_pipe_gets_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with open_terminal() as terminal:
+        assert type(terminal) is Terminal
+        terminal.note("hello")
+    assert capsys.readouterr().out == "hello\n"
+
+
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert isinstance(open_terminal(), Bar)
+
+
+def test_the_bar_has_no_colors_where_the_user_wants_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shown() -> str:
+        console, out = colored_console()
+        with Bar(console) as terminal:
+            terminal.epoch(record())
+        return out.getvalue()
+
+    color = re.compile(r"\x1b\[[0-9;]*3[0-9][0-9;]*m")
+    assert color.search(shown())
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not color.search(shown())
+
+
+def test_the_summary_does_not_break_paths(capsys: pytest.CaptureFixture[str]) -> None:
+    path = "/" + "/".join(["a-very-long-folder-name"] * 8) + "/result.json"
+    rows = [("1", "0.005", "2.31", "90.00%", "3 s"), ("2", "0.2", "0.7", "95.12 %", "2 s")]
+    print_summary("accuracy", rows, [("result", path), ("wall time", "3.0 s")])
+    out = capsys.readouterr().out
+    assert f"result     {path}\n" in out
+    assert "wall time  3.0 s" in out
+    for text in ("epoch", "learning rate", "train loss", "test accuracy", "2.31", "95.12 %"):
+        assert text in out
