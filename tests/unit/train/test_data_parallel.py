@@ -110,7 +110,7 @@ def test_compression_rounds_each_micro_batch_and_each_sum_in_one_process_too(
 def test_a_rank_whose_gradients_nobody_waits_for_says_what_it_raised() -> None:
     """The others wait in a collective of the model's own, and the exchange breaks."""
     micro_batches = MicroBatches(range(1), 1)
-    phase = Phase(1, micro_batches, {}, search=True, held_out=0, loss_sum=torch.zeros(1))
+    phase = Phase(1, micro_batches, search=True, held_out=0)
 
     def exchange() -> None:
         raise RuntimeError("[gloo/transport/tcp/pair.cc:545] Read error: connection reset")
