@@ -122,7 +122,7 @@ class ObservedRun:
 
     def __init__(self, run: TrainingRun) -> None:
         self._run, self.outcome = run, Outcome()
-        workers: Any = run.backend.workers
+        workers: Any = run.pools.workers
         self.learner: Learner = workers.resident.learner
         self._parts = max(1, run.info.test_size // _GLANCE)
         self._started_s, self._measuring_s = monotonic_s(), 0.0

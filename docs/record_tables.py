@@ -9,20 +9,20 @@ from raytrain_opt.recording.records import (
     BatchSizeProbeRecord,
     BatchSizeRecord,
     EpochRecord,
-    EventRecord,
+    Event,
     Record,
     ResultRecord,
     RoundRecord,
     ScheduleRecord,
-    SpanRecord,
+    Span,
 )
 
 # Record files of a run directory, in the order in which a reader meets them.
 RECORDS: dict[str, type[Record]] = {
     "epochs.jsonl": EpochRecord,
     "rounds.jsonl": RoundRecord,
-    "timeline.jsonl": SpanRecord,
-    "events.jsonl": EventRecord,
+    "timeline.jsonl": Span,
+    "events.jsonl": Event,
     "batch_size.jsonl": BatchSizeProbeRecord,
     "batch_size.json": BatchSizeRecord,
     "schedule.jsonl": ScheduleRecord,

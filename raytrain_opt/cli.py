@@ -297,9 +297,12 @@ def export(run_dir: str, name: str, output: str | None, trust: bool) -> None:
 
     model = load_for("raytrain-opt export", run_dir, "cpu", trust)
     path = output or f"model.{exports.FORMATS[name].suffix}"
-    difference = exports.export(model, name, path)
-    error = f"largest relative difference {difference:.1g}" if difference else "equal bits"
+    outputs, picture = exports.export(model, name, path)
+    error = f"largest relative difference {outputs:.1g}" if outputs else "equal bits"
     _echo(f"{path}: {model.checkpoint}; its outputs match ({error})")
+    if picture is not None:
+        text = "a picture prepared as its metadata say has the probabilities of predict"
+        _echo(f"{text} (largest difference {picture:.1g})")
 
 
 @main.command()

@@ -1,4 +1,8 @@
-"""A run from the job file to its result. `train` is the algorithm."""
+"""A run from the job file to its result. `train` is the algorithm.
+
+It is short-term pre-training (STPT): candidates, each a learning rate, train a few steps from the
+same state, and the training continues at the rate of the best. docs/concepts.md has a glossary.
+"""
 
 from __future__ import annotations
 

@@ -24,4 +24,4 @@ def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write an empty report at the end of a run: plots take longer than a small training."""
     from raytrain_opt.report import page
 
-    monkeypatch.setattr(page, "report_page", lambda _run: page.Page("no plots", []))
+    monkeypatch.setattr(page, "report_page", lambda _run: "no plots")

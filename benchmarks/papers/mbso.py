@@ -61,8 +61,8 @@ from raytrain_opt.data.image_folder import ImageFolderSource
 from raytrain_opt.models import build_model
 from raytrain_opt.recording.recorder import versions
 from raytrain_opt.results import Probe
-from raytrain_opt.search.batch_size.factory import build_strategy
 from raytrain_opt.search.batch_size.strategy import BatchSizeChoice, SizeBounds
+from raytrain_opt.search.factory import build_strategy
 from raytrain_opt.train.batch_size_probe import measure, open_probe_sampler, probed_training
 
 CIFAR, IMAGENET = "cifar100_vgg16_mbso.yaml", "imagenet_resnet50_mbso.yaml"

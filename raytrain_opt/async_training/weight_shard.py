@@ -44,7 +44,8 @@ from raytrain_opt.async_training.scheduler import EpochPhase
 from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.optim.batched import split_evenly
-from raytrain_opt.optim.factory import build_optimizer, set_lr
+from raytrain_opt.optim.factory import build_optimizer
+from raytrain_opt.optim.update import set_lr
 from raytrain_opt.results import BufferUpdates
 from raytrain_opt.train.state import (
     PackedTensor,

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from PIL import Image
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
@@ -26,6 +29,8 @@ _BATCH_SIZES = (1, 3)
 # Largest difference to the network's outputs, in parts of the largest output: rounding of float32
 # in another order of the same operations.
 _TOLERANCE = 1e-4
+# Libraries resize to values that differ by one of 255, and gray is rounded again.
+_PIXEL_TOLERANCE = 2.01
 
 Run = Callable[[Tensor], Tensor]
 
@@ -38,8 +43,19 @@ class Format:
     convert: Callable[[TrainedModel, Tensor], tuple[bytes, Run]]
 
 
-def export(model: TrainedModel, name: str, path: str) -> float:
-    """Write the network as format `name`; return the largest difference to its outputs.
+class Differences(NamedTuple):
+    """Largest differences of a written file to the network.
+
+    `outputs`: in parts of the largest one. `probabilities`: of a picture prepared as the file's
+    metadata say, by another library, to those of `predict`; None for other inputs than images.
+    """
+
+    outputs: float
+    probabilities: float | None
+
+
+def export(model: TrainedModel, name: str, path: str) -> Differences:
+    """Write the network as format `name`; return what its check has measured.
 
     `model` is on the CPU. Raises JobError when packages for the format are missing,
     RaytrainOptError when the network cannot be exported or computes something else; then no file
@@ -50,6 +66,9 @@ def export(model: TrainedModel, name: str, path: str) -> float:
     try:
         content, exported = FORMATS[name].convert(model, inputs[0])
         difference = max(_difference(model.network, exported, x) for x in inputs)
+        from_file = _file_difference(model, exported) if model.preprocessing.is_image else None
+    except RaytrainOptError:
+        raise
     except ImportError as error:
         rule = f"needs packages that are not installed: {error}"
         hint = "pip install 'raytrain_opt[onnx]'"
@@ -65,7 +84,52 @@ def export(model: TrainedModel, name: str, path: str) -> float:
             "on values of the input, or on random numbers?"
         )
     write_bytes(local_path(path), content)
-    return difference
+    return Differences(difference, from_file)
+
+
+def _file_difference(model: TrainedModel, exported: Run) -> float:
+    """Return how far the probabilities of an image file differ from those of `predict`.
+
+    Raises RaytrainOptError if its prepared pixels do: then the metadata describe something else.
+    """
+    # Smooth, not square, and not so large that the decoder itself would halve it.
+    _, height, width = model.sample_shape
+    rows, columns = np.mgrid[0 : height * 5 // 4, 0 : width * 3 // 2] / (width * 3 // 2)
+    waves = [np.sin(9 * rows + phase) * np.cos(7 * columns) for phase in (0.0, 1.0, 2.0)]
+    image = Image.fromarray((127.5 * (1 + np.stack(waves, 2))).astype(np.uint8))
+    image.save(file := io.BytesIO(), "PNG")
+    steps = json.loads(_metadata(model)["raytrain_opt"])["input"]
+    x, expected = prepare(image, steps), model.preprocess([file.getvalue()])
+    scale = 255 * torch.tensor(steps.get("then_divide_by", [1.0])).view(-1, 1, 1)
+    pixels = float((scale * (x - expected)).abs().max())
+    if not pixels <= _PIXEL_TOLERANCE:
+        raise RaytrainOptError(
+            "a picture prepared as the metadata say differs from what predict prepares by "
+            f"{pixels:.3g} of 255; no file was written"
+        )
+    with torch.no_grad():
+        output = exported(x).float().softmax(dim=1)
+    return float((output - model.classify(expected)).abs().max())
+
+
+def prepare(image: Image.Image, steps: Mapping[str, Any]) -> Tensor:
+    """Return a batch of one RGB image, prepared with Pillow and numpy as `input` describes."""
+    resize = steps["resize"]
+    if side := resize.get("shorter_side"):
+        scale = side / min(image.size)
+        width, height = (side if n == min(image.size) else int(n * scale) for n in image.size)
+    else:
+        width, height = resize["width"], resize["height"]
+    pixels = np.asarray(image.resize((width, height), Image.Resampling.BILINEAR))
+    if crop := steps.get("center_crop"):
+        top, left = ((a - b) // 2 for a, b in zip(pixels.shape, crop.values(), strict=False))
+        pixels = pixels[top : top + crop["height"], left : left + crop["width"]]
+    if steps["shape"][1] == 1:
+        pixels = np.round(pixels @ np.array([0.299, 0.587, 0.114]))[..., None]
+    x = pixels / steps["divide_by"]
+    if "subtract" in steps:
+        x = (x - np.array(steps["subtract"])) / np.array(steps["then_divide_by"])
+    return torch.from_numpy(x).permute(2, 0, 1)[None].float().contiguous()
 
 
 def _difference(network: nn.Module, exported: Run, x: Tensor) -> float:

@@ -22,7 +22,7 @@ from raytrain_opt.recording.records import (
     BatchSizeRecord,
     EpochRecord,
     EpochResult,
-    EventRecord,
+    Event,
     ResultRecord,
 )
 from raytrain_opt.remote import is_leased
@@ -150,7 +150,7 @@ def _unfinished(
         is_live = is_leased(run_dir) if is_remote(run_dir) else is_locked(local_path(run_dir))
     if is_live:
         return "running", (datetime.now(UTC) - started).total_seconds()
-    event = read_last(run_dir, "events.jsonl", EventRecord)
+    event = read_last(run_dir, "events.jsonl", Event)
     if event is not None and event.kind in ("failed", "interrupted"):
         return ("failed" if event.kind == "failed" else "interrupted"), event.time_s
     chosen = None if latest else read_record(run_dir, "batch_size.json", BatchSizeRecord)

@@ -49,6 +49,18 @@ _MUST_BE = {
     "string_pattern_mismatch": "text of the form {pattern}",
 }
 
+_ACCUMULATION = (
+    "global_batch_size is the batch of an update; parallel: {mode: balanced, micro_batches: N} "
+    "computes it in N parts, workers.count x the steps of accumulation"
+)
+# Names that other tools have for what a job says in another way.
+_ELSEWHERE = {
+    "accumulate_grad_batches": _ACCUMULATION,
+    "gradient_accumulation": _ACCUMULATION,
+    "gradient_accumulation_steps": _ACCUMULATION,
+    "warmup_steps": "write warmup: {steps: N} in learning_rate with policy: schedule",
+}
+
 # The error of a default that depends on a field with an error.
 _NO_DEFAULT = "default_factory_not_called"
 
@@ -118,7 +130,8 @@ def _problems(group: list[_LocatedError], job: type[BaseModel]) -> list[Problem]
         *above, key = located.error["loc"]
         valid = [name for section in _sections_at(job, above) for name in section.model_fields]
         names = f"valid here: {', '.join(dict.fromkeys(valid))}"
-        return [Problem(path, "is not a known key", shown(value), nearest(key, valid) or names)]
+        shown_hint = _ELSEWHERE.get(str(key)) or nearest(key, valid) or names
+        return [Problem(path, "is not a known key", shown(value), shown_hint)]
     if kind.startswith("union_tag_"):
         return [_wrong_tag(located, path, job)]
     if kind == "value_error":

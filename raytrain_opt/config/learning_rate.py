@@ -51,6 +51,22 @@ class Warmup(Section):
         return initial / 20 if self.lr is None else self.lr
 
 
+class StepWarmup(Warmup):
+    """The first epochs or updates: the rate rises to learning_rate.initial, or is below it."""
+
+    steps: PositiveInt | None = None
+    """Length of the warm-up in updates, in place of epochs."""
+
+    def broken_rules(self) -> Iterator[BrokenRule]:
+        """Refuse two lengths."""
+        if self.steps is not None and self.epochs:
+            yield "steps", "is given in place of epochs; remove one of the two"
+
+    def length(self, steps_per_epoch: int) -> int:
+        """Return the length in updates."""
+        return self.epochs * steps_per_epoch if self.steps is None else self.steps
+
+
 class Scaling(Section):
     """Scale `initial`, given for another global batch size, to that of the job."""
 
@@ -245,7 +261,7 @@ class SchedulePolicy(_Policy):
     Default: the middle of the epochs after the warm-up."""
     steepness: PositiveFloat = 0.2
     """k of f(x) = k x, x in epochs; larger falls faster (arc_cotangent)."""
-    warmup: Warmup = Field(default_factory=Warmup)
+    warmup: StepWarmup = Field(default_factory=StepWarmup)
     """The first epochs."""
 
     @property

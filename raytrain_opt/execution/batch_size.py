@@ -32,7 +32,6 @@ from raytrain_opt.recording.records import (
 )
 from raytrain_opt.report import try_write_report
 from raytrain_opt.results import Probe
-from raytrain_opt.search.batch_size.factory import build_strategy, check_sampler
 from raytrain_opt.search.batch_size.strategy import (
     LARGEST_LR_FACTOR,
     BatchSizeChoice,
@@ -41,6 +40,7 @@ from raytrain_opt.search.batch_size.strategy import (
     Updates,
     largest_size,
 )
+from raytrain_opt.search.factory import build_strategy, check_sampler
 from raytrain_opt.terminal import probe_text
 
 # Of train_for, the part in which updates are made; start, search and evaluations take the rest.

@@ -23,6 +23,7 @@ from raytrain_opt.config.section import is_function_name
 from raytrain_opt.config.updates import OptimizerChoiceSection
 from raytrain_opt.errors import DataError, JobError, Problem, problems_of
 from raytrain_opt.execution.resolve import Facts, count_updates
+from raytrain_opt.optim.epoch_steps import length_of
 from raytrain_opt.search.factory import build_policy
 from raytrain_opt.storage import check_uri
 from raytrain_opt.train.learner_config import LearnerConfig
@@ -105,9 +106,8 @@ def try_job(
     shared, info, samples = read_data(job)
     problems = _check_worker_count(job, info)
     if not problems and job.batch_size_search is None:
-        problems = problems_of(
-            lambda: build_policy(job, count_updates(LearnerConfig.from_job(job), info))
-        )
+        learner, length = LearnerConfig.from_job(job), length_of(job)
+        problems = problems_of(lambda: build_policy(job, length, count_updates(learner, info)))
     tried: list[tuple[Facts, StepTimer]] = []
     problems += problems_of(
         lambda: tried.append(_try_network(job, info, samples, resumed=resumed))
@@ -301,7 +301,7 @@ def _check_sampler(sections: Mapping[str, Any]) -> list[Problem]:
     search, workers = sections.get("batch_size_search"), sections.get("workers")
     if search is None or workers is None or workers.use_gpu is not False:
         return []
-    from raytrain_opt.search.batch_size.factory import check_sampler
+    from raytrain_opt.search.factory import check_sampler
 
     return problems_of(lambda: check_sampler(search, use_gpu=False))
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from raytrain_opt.clock import monotonic_s
+from raytrain_opt.config.schema import StopSection
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.execution.resolve import Resolved
 from raytrain_opt.optim.epoch_steps import EpochSpan
@@ -14,7 +15,6 @@ from raytrain_opt.pools.protocol import MainTraining
 from raytrain_opt.recording.recorder import EventLog
 from raytrain_opt.recording.records import EpochRecord
 from raytrain_opt.results import Metric, Steps
-from raytrain_opt.search.early_stopping import lost_patience, reached_target
 from raytrain_opt.search.policy import History, Policy, StartAgain, TryCandidates
 from raytrain_opt.search.time_budget import Pace, plan_epoch
 
@@ -199,3 +199,21 @@ def measure_pace(
         steps = min(2 * steps, epoch_steps)
         steps_s, other_s = time_steps(steps)
     return Pace(steps_s / steps, training.evaluate(state).duration_s, other_s), total
+
+
+def reached_target(section: StopSection, metric: Metric, values: Sequence[float | None]) -> bool:
+    """Return whether the latest value of the metric is as good as the target."""
+    if section.target is None or not values or values[-1] is None:
+        return False
+    return metric.score(values[-1]) >= metric.score(section.target)
+
+
+def lost_patience(section: StopSection, metric: Metric, values: Sequence[float | None]) -> bool:
+    """Return whether the last `patience` evaluated epochs brought no better value.
+
+    `values`: of each epoch; None where it was not evaluated, or the value is not finite.
+    """
+    known = [metric.score(value) for value in values if value is not None]
+    if section.patience is None or len(known) <= section.patience or values[-1] is None:
+        return False
+    return max(known[-section.patience :]) <= max(known[: -section.patience])

@@ -20,7 +20,8 @@ from raytrain_opt.config.updates import OptimizerChoiceSection, OptimizerSection
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.execution.check import check_job, try_job
 from raytrain_opt.execution.resolve import Placement, Resolved, resolve
-from raytrain_opt.optim.factory import build_optimizer, set_lr
+from raytrain_opt.optim.factory import build_optimizer
+from raytrain_opt.optim.update import set_lr
 from raytrain_opt.pools.commands import Pretrain
 from raytrain_opt.pools.in_process import in_process_pools, open_learner
 from raytrain_opt.pools.protocol import fetch_initial_state

@@ -83,11 +83,11 @@ def resolve(job: Job, facts: Facts, placement: Placement, global_batch_size: int
     `global_batch_size`: the one that was searched, or the job's own.
     """
     job = settle(job, placement, global_batch_size)
-    learner = LearnerConfig.from_job(job)
+    learner, length = LearnerConfig.from_job(job), length_of(job)
     steps = count_updates(learner, facts.info)
     note, chosen = None, job
     if job.optimizer.chooses_freely:
-        note = _why_without_muon(job, facts, steps)
+        note = _why_without_muon(job, facts, length.total_steps(steps))
         optimizer = job.optimizer.usual(
             channel_norm=facts.channel_norm, embeddings=facts.embeddings, muon=note is None
         )
@@ -98,11 +98,9 @@ def resolve(job: Job, facts: Facts, placement: Placement, global_batch_size: int
         step_flops=facts.search_flops * global_batch_size,
         class_counts=facts.info.class_counts,
     )
-    policy = build_policy(chosen, steps, task)
+    policy = build_policy(chosen, length, steps, task)
     learner = replace(learner, optimizers=chosen.optimizers)
-    return Resolved(
-        job, facts.info, learner, length_of(job), steps, policy, placement.candidates, note
-    )
+    return Resolved(job, facts.info, learner, length, steps, policy, placement.candidates, note)
 
 
 def settle(job: Job, placement: Placement, global_batch_size: int) -> Job:
@@ -153,12 +151,11 @@ def count_updates(learner: LearnerConfig, info: DataInfo) -> EpochSteps:
     return epoch_steps(info.train_size, batch, ramp, info.search_size, drop_last=drop_last)
 
 
-def _why_without_muon(job: Job, facts: Facts, steps: EpochSteps) -> str | None:
+def _why_without_muon(job: Job, facts: Facts, total_steps: float) -> str | None:
     """Return why Muon is not worth trying; None if it is."""
     if facts.muon_flops is None:
         return "Muon is left out: this model has complex parameters, which it cannot train"
     batch_flops = facts.sample_flops * job.global_batch_size
-    total_steps = length_of(job).total_steps(steps)
     if not is_too_costly(facts.muon_flops, batch_flops, total_steps):
         return None
     return (

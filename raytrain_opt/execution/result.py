@@ -132,7 +132,7 @@ def _result(run: TrainingRun, epochs: Sequence[EpochRecord]) -> ResultRecord:
         startup_s=dict(run.startup.marks_s),
         parallel=progress.parallel,
         noise_scale=pool_noise_scales(noise) if noise else None,
-        restarts={pool.name: pool.restarts() for pool in run.backend.pools},
+        restarts={pool.name: pool.restarts() for pool in run.pools.all},
         versions=versions(),
         hardware=_hardware(run),
     )
@@ -140,12 +140,12 @@ def _result(run: TrainingRun, epochs: Sequence[EpochRecord]) -> ResultRecord:
 
 def _hardware(run: TrainingRun) -> Hardware:
     names = ("CPU", "GPU", "memory")
-    resources = run.backend.node_resources()
+    resources = run.pools.node_resources()
     return Hardware(
         nodes=tuple({name: node[name] for name in names if name in node} for node in resources),
-        workers=run.backend.workers.size,
-        slots=run.backend.slots.size if run.backend.slots else 0,
-        workers_use_gpu=run.backend.use_gpu,
+        workers=run.pools.workers.size,
+        slots=run.pools.slots.size if run.pools.slots else 0,
+        workers_use_gpu=run.pools.use_gpu,
     )
 
 

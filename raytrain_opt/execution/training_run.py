@@ -53,7 +53,7 @@ class TrainingRun:
     def __init__(
         self,
         resolved: Resolved,
-        backend: Pools,
+        pools: Pools,
         workspace: Workspace,
         recorder: Recorder,
         checkpoints: CheckpointWriter,
@@ -62,12 +62,10 @@ class TrainingRun:
     ) -> None:
         self.job, self.policy, self.steps = resolved.job, resolved.policy, resolved.steps
         self.info, self.optimizers = resolved.info, resolved.learner.optimizers
-        self.backend, self.paths, self.stop = backend, workspace.paths, workspace.stop
+        self.pools, self.paths, self.stop = pools, workspace.paths, workspace.stop
         self.terminal, self.startup = workspace.terminal, workspace.startup
         self.recorder, self.checkpoints = recorder, checkpoints
         self.event_log, self.callbacks = event_log, callbacks
-        data, fields = DataFingerprint.of(resolved.info), job_fields(self.job)
-        self.progress = RunProgress(data=data, job=fields)
         self.length = TrainingLength(resolved, self.event_log)
         self._epoch = EpochMetrics(monotonic_s())
         self._lrs: list[float] = []  # of the finished epochs, which schedule.jsonl holds
@@ -76,9 +74,11 @@ class TrainingRun:
         self._initial: TrainingState | None = None  # while the training may start again
         self._in_round = False  # candidates are trained
         self._searches = resolved.candidates > 0
-        self._worker_events = WorkerEvents(self.event_log, backend.workers)
-        for pool in backend.pools:
+        self._worker_events = WorkerEvents(self.event_log, pools.workers)
+        for pool in pools.all:
             pool.on_wait = self._on_wait
+        data, fields = DataFingerprint.of(resolved.info), job_fields(self.job)
+        self.progress = RunProgress(data=data, job=fields)
 
     @property
     def history(self) -> History:
@@ -98,21 +98,21 @@ class TrainingRun:
 
     def initial_state(self) -> StateRef:
         # All processes start from one state: equal seeds need not give equal weights in each.
-        slots = self.backend.slots
+        slots = self.pools.slots
         if slots is not None:
             self.terminal.phase(f"starting {slots.size} slots")
             slots.wait_until_ready(self.job.timeouts.start_s)
             self.startup.mark("slots_ready_s")
-            self.backend.workers.start()
+            self.pools.workers.start()
         if self.checkpoints.latest is not None:
             resumed = self._resume_from(self.checkpoints.latest)
             if self._may_start_again:
-                self._initial = self.backend.states.get(self._fetch_initial_state())
+                self._initial = self.pools.states.get(self._fetch_initial_state())
             return resumed
         state = self._fetch_initial_state()
-        self.backend.states.keep(state)
+        self.pools.states.keep(state)
         if self._may_start_again:
-            self._initial = self.backend.states.get(state)
+            self._initial = self.pools.states.get(state)
         return state
 
     def plan(self, state: StateRef, history: History) -> History:
@@ -152,7 +152,7 @@ class TrainingRun:
             return state
         with self._epoch.stopwatch.measure("take_state_s"):
             kept = fetch_candidate_state(self._candidate_pool(), state, action, winner)
-            self.backend.states.keep(kept)
+            self.pools.states.keep(kept)
         # Search cost: samples trained beyond those that remain in the weights. The winner's kept
         # steps remain.
         self.progress = self.progress.add_samples(search=-winner.samples, kept=winner.samples)
@@ -172,7 +172,7 @@ class TrainingRun:
         kept = self.progress.kept_samples
         self.progress = replace(self.progress, history=history)
         self.progress = self.progress.add_samples(search=kept, kept=-kept)
-        return self.backend.states.put(f"initial, epoch {action.epoch}", self._initial)
+        return self.pools.states.put(f"initial, epoch {action.epoch}", self._initial)
 
     def train_epoch(self, state: StateRef, action: TrainEpoch) -> tuple[StateRef, EpochLosses]:
         """Train the rest of the epoch; the loss is NaN if pre-training was as long as it."""
@@ -182,7 +182,7 @@ class TrainingRun:
         if action.epoch == 1 and not self.history.decisions and self._searches:
             self.terminal.note(f"epoch 1: {action.reason}")
         if self._epoch.train is None:
-            self.backend.workers.grow()
+            self.pools.workers.grow()
             if action.overfitting:
                 text = f"epoch {action.epoch}: {action.overfitting}"
                 self.event_log.log("overfitting", action.epoch, text)
@@ -202,7 +202,7 @@ class TrainingRun:
         done = self._epoch.train.steps if self._epoch.train else 0
         command = MainTrain(state, action.epoch, action.steps.after(done))
         with self._epoch.stopwatch.measure("main_train_s"):
-            outcome = self.backend.main_training.train(
+            outcome = self.pools.main_training.train(
                 command, check=self._epoch.round_record is not None
             )
         self._add_main_training(command, outcome)
@@ -223,14 +223,14 @@ class TrainingRun:
         """Evaluate a split; a signal meanwhile saves the state."""
         try:
             with self._epoch.stopwatch.measure("evaluate_s"):
-                return self.backend.main_training.evaluate(state, split)
+                return self.pools.main_training.evaluate(state, split)
         except KeyboardInterrupt:
             self._save_step(state)
             raise
 
     def _add_main_training(self, command: MainTrain, outcome: TrainingOutcome) -> None:
         self._worker_events.trained(command.epoch, outcome.workers)
-        self.backend.states.keep(outcome.state)
+        self.pools.states.keep(outcome.state)
         self._epoch.add(command, outcome)
         progress = self.progress.add_samples(kept=outcome.totals.samples)
         self.progress = replace(progress, parallel=outcome.parallel)
@@ -275,7 +275,7 @@ class TrainingRun:
             if not self._may_start_again:
                 self._initial = None
             self.recorder.epoch(record, len(self.lrs))
-            self.event_log.write(epoch, [pool.drain_log() for pool in self.backend.pools])
+            self.event_log.write(epoch, [pool.drain_log() for pool in self.pools.all])
             restarts = epoch in history.restarts
             self.recorder.schedule(self._epoch.schedule(epoch, optimizer, restarts=restarts))
             self._lrs += self._epoch.steps.lrs
@@ -311,7 +311,7 @@ class TrainingRun:
 
     def _is_ruined(self, state: StateRef) -> bool:
         """Return whether the loss is not finite, or the weights, which a last step may ruin."""
-        state_of = self.backend.states.get
+        state_of = self.pools.states.get
         return not is_finite(self._epoch.train_loss) or bool(state_of(state).first_not_finite())
 
     def _fetch_initial_state(self) -> StateRef:
@@ -319,27 +319,27 @@ class TrainingRun:
         state = fetch_initial_state(self._candidate_pool())
         if self.job.model.weights is None:
             return state
-        initial = self.backend.states.get(state)
+        initial = self.pools.states.get(state)
         start, note = start_from_pretrained(initial, self.job.model, self.info)
         self.terminal.note(note)
-        return self.backend.states.put("pretrained", start)
+        return self.pools.states.put("pretrained", start)
 
     def _candidate_pool(self) -> Pool:
-        return self.backend.slots or self._wait_for_workers()
+        return self.pools.slots or self._wait_for_workers()
 
     def _wait_for_workers(self) -> Pool:
         if not self._workers_ready:
-            workers = self.backend.workers
+            workers = self.pools.workers
             self.terminal.phase(f"starting {workers.size} workers")
             workers.wait_until_ready(self.job.timeouts.start_s)
             self.startup.mark("workers_ready_s")
             self._workers_ready = True
-        return self.backend.workers
+        return self.pools.workers
 
     def _measure_pace(self, state: StateRef, optimizer: int, limit_s: float) -> Pace:
         self._wait_for_workers()
         self._show_phase(self.progress.next_epoch, "measure speed")
-        training, steps = self.backend.main_training, self.steps.first
+        training, steps = self.pools.main_training, self.steps.first
         pace, steps = measure_pace(training, state, optimizer, steps, limit_s)
         self.progress = self.progress.add_samples(search=steps * self.job.global_batch_size)
         return pace
@@ -356,7 +356,7 @@ class TrainingRun:
         text = f"resumed after {checkpoint.reached}{lost if damaged else ''}"
         self.event_log.resume_clock(epoch, text, self.progress.partial_epoch.duration_s)
         self.length.log_change(self.policy, self.history, self.lrs, len(self._epoch.steps.lrs))
-        return self.backend.states.put(checkpoint.folder, state)
+        return self.pools.states.put(checkpoint.folder, state)
 
     def _lost_results(
         self, action: TryCandidates, results: Sequence[CandidateResult]
@@ -371,9 +371,9 @@ class TrainingRun:
     def _on_wait(self, pool: str, progress: Progress | None) -> bool:
         """Show the progress; return whether a signal ends the main training early."""
         self.stop.progress()
-        if any(pool.has_trained for pool in self.backend.pools):
+        if any(pool.has_trained for pool in self.pools.all):
             self.startup.mark("first_step_s")
-        if progress is not None and pool == self.backend.workers.name and not self._in_round:
+        if progress is not None and pool == self.pools.workers.name and not self._in_round:
             epoch = self.progress.next_epoch
             kept = len(self._epoch.steps.lrs) / self.steps(epoch)
             done = kept + (1 - kept) * max(progress.done, 0) / max(progress.total, 1)
@@ -390,7 +390,7 @@ class TrainingRun:
     ) -> RoundRecord:
         names = [str(optimizer.name) for optimizer in self.optimizers]
         return RoundRecord.from_decision(
-            action, self._epoch.results, decision, winner_sha256, names, self.backend.search
+            action, self._epoch.results, decision, winner_sha256, names, self.pools.search
         )
 
     def _write_round(self, record: RoundRecord, loaded_sha256: Sequence[str | None] = ()) -> None:
@@ -417,7 +417,7 @@ class TrainingRun:
         self, state: StateRef, score: float | None = None, *, is_ruined: bool = False
     ) -> None:
         """Begin to save a state; in place of a ruined one the initial one, which follows it."""
-        tensors = self._initial if is_ruined else self.backend.states.get(state)
+        tensors = self._initial if is_ruined else self.pools.states.get(state)
         assert tensors is not None
         with self._epoch.stopwatch.measure("checkpoint_wait_s"):
             self.wait_for_checkpoint()

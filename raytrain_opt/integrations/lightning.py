@@ -27,7 +27,7 @@ from torch.utils.data import (
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import DataError
 from raytrain_opt.integrations.common import collated, of_each, refuse
-from raytrain_opt.train.task import compute_metric, on_cpu
+from raytrain_opt.train.task import compute_metric, fresh_metric, on_cpu
 
 # Orders that the job's own replaces.
 _SAMPLERS = (RandomSampler, SequentialSampler, BatchSampler, type(None))
@@ -88,7 +88,6 @@ class LightningTask:
 
     def __init__(self, monitor: str, mode: str) -> None:
         self.metric, self.higher_is_better = monitor, mode == "max"
-        self.metrics: dict[str, Any] = {}  # the logged objects of torchmetrics
 
     def training_loss(self, model: Any, batch: Any) -> Tensor:
         """Return what `training_step` returns."""
@@ -99,18 +98,17 @@ class LightningTask:
     def validation_metrics(self, model: Any, batch: Any) -> dict[str, Any]:
         """Return what `validation_step` returns and logs, for each sample.
 
-        In place of a Metric, the inputs of its updates, at the first sample of the batch.
+        In place of a Metric, an empty one and the inputs of its updates, at the first sample.
         """
         content, ones = batch
         output = model("validation_step", content)
         logged, updates = model.logged
         values = {
-            name: [updates[id(value)], *[None] * (len(ones) - 1)]
+            name: [(fresh_metric(value), updates[id(value)]), *[None] * (len(ones) - 1)]
             if hasattr(value, "compute")
             else of_each(value, ones)
             for name, value in logged.items()
         }
-        self.metrics = {name: m for name, m in logged.items() if hasattr(m, "compute")}
         if isinstance(output, Mapping):
             output = output.get("loss")
         if output is None:
@@ -124,11 +122,11 @@ class LightningTask:
         """Return the logged metrics of all samples."""
         result: dict[str, Any] = {}
         for name, values in outputs.items():
-            if name not in self.metrics:
+            if isinstance(values, Tensor):
                 result[name] = values.double().mean()
                 continue
-            metric = self.metrics[name]
-            updates = [update for of_batch in values if of_batch for update in of_batch]
+            batches = [of_batch for of_batch in values if of_batch is not None]
+            metric, updates = batches[0][0], [u for _, of_batch in batches for u in of_batch]
             computed = compute_metric(metric, updates)
             is_one = len(computed) == 1 and not isinstance(metric, nn.ModuleDict)
             result |= {name: next(iter(computed.values()))} if is_one else computed

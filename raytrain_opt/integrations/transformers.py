@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -49,7 +50,13 @@ def from_model(
     from transformers import default_data_collator
 
     names = {*inspect.signature(model.forward).parameters, *_LABELS}
-    columns = _Columns(collator or default_data_collator, names)
+    collate = collator or default_data_collator
+
+    def columns(samples: list[Any]) -> Any:
+        if isinstance(samples[0], Mapping):
+            samples = [{k: v for k, v in s.items() if k in names} for s in samples]
+        return collate(samples)
+
     metric = metric_for_best_model.removeprefix("eval_")
     task = TransformersTask(
         [name for name in names if "label" in name or name in _POSITIONS],
@@ -62,33 +69,20 @@ def from_model(
     return Job.model_validate({"model": model, "data": data, "task": task} | fields)
 
 
-class _Columns:
-    """A collator that gets only these columns of a sample."""
-
-    def __init__(self, collator: Callable[[list[Any]], Any], names: set[str]) -> None:
-        self._collator, self._names = collator, names
-
-    def __call__(self, samples: list[Any]) -> Any:
-        if isinstance(samples[0], Mapping):
-            samples = [{k: v for k, v in s.items() if k in self._names} for s in samples]
-        return self._collator(samples)
-
-
+@dataclass(frozen=True)
 class TransformersTask:
     """A task that calls the model with a batch by name; `labels`: names of its targets."""
 
-    def __init__(
-        self,
-        labels: Sequence[str],
-        ignored: Sequence[str],
-        compute_metrics: ComputeMetrics | None,
-        metric: str,
-        higher_is_better: bool,
-    ) -> None:
-        self.metric, self.higher_is_better = metric, higher_is_better
-        self._labels, self._ignored = labels, {"loss", *ignored}
-        self._compute_metrics = compute_metrics
-        self.aggregate = None if compute_metrics is None else self._aggregate
+    labels: Sequence[str]
+    ignored: Sequence[str]
+    compute_metrics: ComputeMetrics | None
+    metric: str
+    higher_is_better: bool
+
+    @property
+    def aggregate(self) -> ComputeMetrics | None:
+        """What computes metrics of the whole set, if anything does."""
+        return None if self.compute_metrics is None else self._aggregate
 
     def training_loss(self, model: Any, batch: Any) -> Tensor:
         """Return the loss that the model computes."""
@@ -100,22 +94,22 @@ class TransformersTask:
         output = model(**content)
         values: dict[str, Any] = {"loss": of_each(_loss(output, content), ones)}
         if self.aggregate is not None:
-            labels = {name: content[name] for name in self._labels if name in content}
+            labels = {name: content[name] for name in self.labels if name in content}
             for side, tensors in (("predictions", output), ("label_ids", labels)):
                 for name, value in tensors.items():
-                    if name not in self._ignored and isinstance(value, Tensor):
+                    if name not in ("loss", *self.ignored) and isinstance(value, Tensor):
                         values[f"{side} {name}"] = list(value)
         return values
 
     def _aggregate(self, outputs: Mapping[str, Any]) -> dict[str, float]:
         from transformers import EvalPrediction
 
-        assert self._compute_metrics is not None
+        assert self.compute_metrics is not None
         sides: dict[str, Any] = {}
         for side in ("predictions", "label_ids"):
             arrays = [_stack(outputs[n]).numpy() for n in outputs if n.startswith(side)]
             sides[side] = arrays[0] if len(arrays) == 1 else tuple(arrays)
-        metrics = self._compute_metrics(EvalPrediction(**sides))
+        metrics = self.compute_metrics(EvalPrediction(**sides))
         return {name.removeprefix("eval_"): value for name, value in metrics.items()}
 
 

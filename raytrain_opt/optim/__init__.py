@@ -9,7 +9,8 @@
 Start with `schedules` (learning rates as functions of the step, and for another batch size) and
 `epoch_steps` (updates of each epoch), which are free of torch; then `large_batch` (LARS,
 RMSpropWarmup), `muon` and `averaging`. `factory` builds what the `optimizer` section of a job
-names, with its parameter groups. May import config and errors.
+names, with its parameter groups; `update` sets rate, momentum and weight decay, clips and takes
+the step. May import config and errors.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from raytrain_opt.optim.schedules import (
 )
 
 if TYPE_CHECKING:
-    from raytrain_opt.optim.factory import ScheduledLR
     from raytrain_opt.optim.large_batch import LARS, RMSpropWarmup
     from raytrain_opt.optim.muon import Muon
+    from raytrain_opt.optim.update import ScheduledLR
 
 __all__ = [
     "LARS",
@@ -54,7 +55,7 @@ _NEED_TORCH = {
     "LARS": "large_batch",
     "Muon": "muon",
     "RMSpropWarmup": "large_batch",
-    "ScheduledLR": "factory",
+    "ScheduledLR": "update",
 }
 
 

@@ -46,6 +46,7 @@ from typing import Literal, Protocol
 
 from raytrain_opt.config.learning_rate import SchedulePolicy
 from raytrain_opt.config.learning_rate import Warmup as WarmupSection
+from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.optim.epoch_steps import EpochSpan
 
 
@@ -213,9 +214,13 @@ def build_schedule(policy: SchedulePolicy, *, epochs: float, steps_per_epoch: in
     A decay (linear, polynomial, cosine) covers the steps after the warm-up. Drops (multistep)
     and the half of arc_cotangent count epochs from the start of training, warm-up
     included. arc_cotangent is slightly below `initial` when the warm-up ends.
+    Raises JobError for a warm-up of more steps than the training has.
     """
-    warmup_steps = policy.warmup.epochs * steps_per_epoch
-    decay_steps = round(epochs * steps_per_epoch) - warmup_steps
+    warmup_steps, total = policy.warmup.length(steps_per_epoch), round(epochs * steps_per_epoch)
+    if policy.warmup.steps is not None and warmup_steps > total:
+        rule = f"is more than the {total} updates of the training"
+        raise JobError([Problem("learning_rate.warmup.steps", rule, str(warmup_steps))])
+    decay_steps = total - warmup_steps
     after = _after_warmup(policy, warmup_steps, decay_steps, steps_per_epoch)
     if warmup_steps == 0:
         return after

@@ -202,6 +202,6 @@ class Pools:
         return "workers" if self.slots is None else "slots", self.search_reason
 
     @property
-    def pools(self) -> list[Pool]:
+    def all(self) -> list[Pool]:
         """Both pools, or the workers alone."""
         return [self.workers] if self.slots is None else [self.workers, self.slots]

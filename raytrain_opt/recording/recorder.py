@@ -23,12 +23,12 @@ from raytrain_opt.recording.predictions import PredictionsRecord
 from raytrain_opt.recording.reader import parse_lines, read_lines, read_raw_lines
 from raytrain_opt.recording.records import (
     EpochRecord,
-    EventRecord,
+    Event,
     Record,
     ResultRecord,
     RoundRecord,
     ScheduleRecord,
-    SpanRecord,
+    Span,
 )
 from raytrain_opt.storage import append_lines, storage_errors, write_bytes, write_text
 
@@ -39,7 +39,6 @@ from contextlib import contextmanager
 
 from raytrain_opt.clock import monotonic_s, utc_now
 from raytrain_opt.errors import RaytrainOptError, printable
-from raytrain_opt.recording.records import Event, Span
 
 _CANDIDATE_SCALARS = ("lr", "score", "val_metric", "val_loss", "train_loss")
 _EPOCH_SCALARS = ("lr", "train_loss", "samples_per_s")
@@ -87,11 +86,11 @@ class Recorder:
             scalars["epoch/staleness"] = record.staleness.mean
         self._tensorboard.scalars(step, scalars)
 
-    def timeline(self, spans: Sequence[SpanRecord]) -> None:
+    def timeline(self, spans: Sequence[Span]) -> None:
         """Write lines of timeline.jsonl."""
         self._append(self.paths.timeline, spans)
 
-    def event(self, event: EventRecord) -> None:
+    def event(self, event: Event) -> None:
         """Write a line of events.jsonl. A resumed run keeps all of them: they are its history."""
         self._append(self.paths.events, [event])
 
@@ -120,9 +119,9 @@ class Recorder:
 
     def end_s(self, partial_s: float) -> float:
         """Return the end of `partial_s` after the last span, or the last event if it is later."""
-        spans = _undamaged(self.paths.timeline, SpanRecord)
+        spans = _undamaged(self.paths.timeline, Span)
         spans_end_s = max((span.start_s + span.duration_s for _, span in spans), default=0.0)
-        events = _undamaged(self.paths.events, EventRecord)
+        events = _undamaged(self.paths.events, Event)
         return max(spans_end_s + partial_s, *(event.time_s for _, event in events), 0.0)
 
     def truncate_after(self, rounds: int, epochs: int) -> int:
@@ -177,8 +176,8 @@ def check_records(
         lines = read_raw_lines(run_dir, path.name)[:count]
         parse_lines(lines, str(path), kind, count)
         kept[path] = lines
-    spans = _undamaged(paths.timeline, SpanRecord)
-    events = _undamaged(paths.events, EventRecord)
+    spans = _undamaged(paths.timeline, Span)
+    events = _undamaged(paths.events, Event)
     total = sum(len(read_raw_lines(run_dir, p.name)) for p in (paths.timeline, paths.events))
     kept[paths.timeline] = [line for line, span in spans if span.epoch <= epochs]
     kept[paths.events] = [line for line, _ in events]
@@ -303,7 +302,7 @@ class EventLog:
         start_s = self._run_start_s
         self._recorder.timeline(
             [
-                SpanRecord(**dict(span) | {"epoch": epoch, "start_s": span.start_s - start_s})
+                span.model_copy(update={"epoch": epoch, "start_s": span.start_s - start_s})
                 for span in spans
             ]
         )
@@ -324,4 +323,4 @@ class EventLog:
     def _record(self, epoch: int, event: Event) -> None:
         time_s = event.time_s - self._run_start_s
         update = {"epoch": epoch, "time_s": time_s, "utc": utc_now()}
-        self._recorder.event(EventRecord(**dict(event) | update))
+        self._recorder.event(event.model_copy(update=update))

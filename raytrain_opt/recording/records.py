@@ -371,8 +371,12 @@ class ResultRecord(Record):
     hardware: Hardware = Field(description="The machines.")
 
 
-class Span(RecordPart):
-    """The time in which one process executed one command."""
+class Span(Record):
+    """One line of timeline.jsonl: a command that a worker or slot executed, or a checkpoint.
+
+    Of a pool with more than 16 processes: the first 16 and, of each command, who took longest of
+    the others.
+    """
 
     process: str = Field(description="`worker 0`, `slot 1`, ..., or `driver`.")
     command: str = Field(description="What it did: `pretrain`, `main_train`, `evaluate`, ...")
@@ -381,10 +385,16 @@ class Span(RecordPart):
     timings_s: Timings = Field(
         default_factory=dict, description="Seconds by part, as the process measured them."
     )
+    epoch: int = Field(0, description="Epoch, from 1.")
+
+    @property
+    def pool(self) -> str:
+        """`worker` of `worker 0`."""
+        return self.process.split()[0]
 
 
-class Event(RecordPart):
-    """What happened in a run: something that it survived, decided, or that ended it."""
+class Event(Record):
+    """One line of events.jsonl: a failure, a recovery, a resume, a plan, or an early end."""
 
     kind: str = Field(
         description=(
@@ -403,25 +413,5 @@ class Event(RecordPart):
     silent_s: Number = Field(
         None, description="Time from its last sign of life to its restart; null when not known."
     )
-
-
-class SpanRecord(Span, Record):
-    """One line of timeline.jsonl: a command that a worker or slot executed, or a checkpoint.
-
-    Of a pool with more than 16 processes: the first 16 and, of each command, who took longest of
-    the others.
-    """
-
-    epoch: int = Field(description="Epoch, from 1.")
-
-    @property
-    def pool(self) -> str:
-        """`worker` of `worker 0`."""
-        return self.process.split()[0]
-
-
-class EventRecord(Event, Record):
-    """One line of events.jsonl: a failure, a recovery, a resume, a plan, or an early end."""
-
-    utc: str = Field(description="Date, ISO 8601 in UTC.")
-    epoch: int = Field(description="Epoch, from 1.")
+    utc: str = Field("", description="Date, ISO 8601 in UTC.")
+    epoch: int = Field(0, description="Epoch, from 1.")

@@ -21,11 +21,11 @@ from raytrain_opt.recording.records import (
     BatchSizeProbeRecord,
     BatchSizeRecord,
     EpochRecord,
-    EventRecord,
+    Event,
     ResultRecord,
     RoundRecord,
     ScheduleRecord,
-    SpanRecord,
+    Span,
 )
 from raytrain_opt.remote import INDEX
 from raytrain_opt.results import Metric
@@ -54,8 +54,8 @@ class RunRecords:
     epochs: Sequence[EpochRecord] = ()
     rounds: Sequence[RoundRecord] = ()
     probes: Sequence[BatchSizeProbeRecord] = ()
-    spans: Sequence[SpanRecord] = ()
-    events: Sequence[EventRecord] = ()
+    spans: Sequence[Span] = ()
+    events: Sequence[Event] = ()
     batch_size: BatchSizeRecord | None = None
     schedule: Sequence[ScheduleRecord] = ()
     predictions: PredictionsRecord | None = None
@@ -150,8 +150,8 @@ def read_run(run_dir: str, shown: str | None = None) -> RunRecords:
         epochs=read_lines(run_dir, "epochs.jsonl", EpochRecord, epochs),
         rounds=read_lines(run_dir, "rounds.jsonl", RoundRecord, rounds),
         probes=read_lines(run_dir, "batch_size.jsonl", BatchSizeProbeRecord),
-        spans=read_lines(run_dir, "timeline.jsonl", SpanRecord),
-        events=read_lines(run_dir, "events.jsonl", EventRecord),
+        spans=read_lines(run_dir, "timeline.jsonl", Span),
+        events=read_lines(run_dir, "events.jsonl", Event),
         batch_size=read_record(run_dir, "batch_size.json", BatchSizeRecord),
         schedule=read_lines(run_dir, "schedule.jsonl", ScheduleRecord, epochs),
         predictions=read_record(run_dir, "predictions.json", PredictionsRecord),

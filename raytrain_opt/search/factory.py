@@ -1,4 +1,4 @@
-"""Build the learning-rate policy of a job."""
+"""Build the learning-rate policy and the batch-size strategy of a job."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from raytrain_opt.config.batch_size import (
+    BatchSizeSection,
+    EpochTimeMinimizeSearch,
+    GpuUsageMaximizeSearch,
+    ThroughputKneeSearch,
+)
 from raytrain_opt.config.learning_rate import (
     HorizonPolicy,
     ReplayPolicy,
@@ -16,8 +22,11 @@ from raytrain_opt.config.learning_rate import (
 )
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem
-from raytrain_opt.optim.epoch_steps import EpochSteps, length_of
+from raytrain_opt.optim.epoch_steps import EpochSteps, Length
 from raytrain_opt.optim.schedules import build_schedule
+from raytrain_opt.search.batch_size.published import EpochTimeMinimize, GpuUsageMaximize
+from raytrain_opt.search.batch_size.strategy import SizeBounds, Strategy
+from raytrain_opt.search.batch_size.throughput_knee import ThroughputKnee
 from raytrain_opt.search.fixed_schedule import (
     FixedSchedule,
     PlannedSchedule,
@@ -45,16 +54,20 @@ class TaskFacts:
     class_counts: Sequence[int] = ()
 
 
-def build_policy(job: Job, steps: EpochSteps, facts: TaskFacts = TaskFacts()) -> Policy:
+def build_policy(
+    job: Job, length: Length, steps: EpochSteps, facts: TaskFacts = TaskFacts()
+) -> Policy:
     """Build the job's policy. Raises JobError if it does not match the steps per epoch."""
     section = job.learning_rate
-    return _BUILDERS[type(section)](job, section, steps, facts)
+    return _BUILDERS[type(section)](job, section, length, steps, facts)
 
 
-def _horizon(job: Job, section: HorizonPolicy, steps: EpochSteps, facts: TaskFacts) -> HorizonStpt:
+def _horizon(
+    job: Job, section: HorizonPolicy, length: Length, steps: EpochSteps, facts: TaskFacts
+) -> HorizonStpt:
     return HorizonStpt(
         section,
-        length_of(job),
+        length,
         steps,
         job.optimizers,
         facts.channel_norm,
@@ -64,12 +77,16 @@ def _horizon(job: Job, section: HorizonPolicy, steps: EpochSteps, facts: TaskFac
     )
 
 
-def _stpt(job: Job, section: StptPolicy, steps: EpochSteps, facts: TaskFacts) -> Stpt:
-    return Stpt(section, length_of(job).known_epochs, steps)
+def _stpt(
+    job: Job, section: StptPolicy, length: Length, steps: EpochSteps, facts: TaskFacts
+) -> Stpt:
+    return Stpt(section, length.known_epochs, steps)
 
 
-def _schedule(job: Job, section: SchedulePolicy, steps: EpochSteps, facts: TaskFacts) -> Policy:
-    epochs = length_of(job).known_epochs
+def _schedule(
+    job: Job, section: SchedulePolicy, length: Length, steps: EpochSteps, facts: TaskFacts
+) -> Policy:
+    epochs = length.known_epochs
     policy: FixedSchedule | PlannedSchedule = PlannedSchedule(section, steps)
     if epochs:
         fixed = build_schedule(section, epochs=epochs, steps_per_epoch=steps.first)
@@ -80,7 +97,7 @@ def _schedule(job: Job, section: SchedulePolicy, steps: EpochSteps, facts: TaskF
 
 
 def _replay(
-    job: Job, section: ReplayPolicy, steps: EpochSteps, facts: TaskFacts
+    job: Job, section: ReplayPolicy, length: Length, steps: EpochSteps, facts: TaskFacts
 ) -> RecordedSchedule:
     """Read the schedule that a job replays. Raises JobError if it belongs to another one."""
     schedule = read_schedule(section.schedule)
@@ -97,11 +114,11 @@ def _replay(
     if recorded.lr_multipliers != multipliers:
         rule = f"the replayed schedule belongs to {dict(recorded.lr_multipliers)}"
         raise JobError([Problem("optimizer.lr_multipliers", rule, str(multipliers))])
-    schedule.check(length_of(job).known_epochs, steps)
+    schedule.check(length.known_epochs, steps)
     return schedule
 
 
-_BUILDERS: dict[type, Callable[[Job, Any, EpochSteps, TaskFacts], Policy]] = {
+_BUILDERS: dict[type, Callable[[Job, Any, Length, EpochSteps, TaskFacts], Policy]] = {
     HorizonPolicy: _horizon,
     StptPolicy: _stpt,
     SchedulePolicy: _schedule,
@@ -125,3 +142,25 @@ def read_schedule(path: str) -> RecordedSchedule:
         problem = Problem("learning_rate.schedule", f"cannot be read: {error}", repr(path))
         raise JobError([problem]) from error
     return RecordedSchedule.parse(text, path)
+
+
+_STRATEGIES: dict[type, Callable[[Any, SizeBounds], Strategy]] = {
+    ThroughputKneeSearch: ThroughputKnee,
+    GpuUsageMaximizeSearch: GpuUsageMaximize,
+    EpochTimeMinimizeSearch: EpochTimeMinimize,
+}
+
+
+def build_strategy(section: BatchSizeSection, bounds: SizeBounds) -> Strategy:
+    """Build the strategy that the section names, with its settings."""
+    return _STRATEGIES[type(section)](section, bounds)
+
+
+def check_sampler(section: BatchSizeSection, *, use_gpu: bool) -> None:
+    """Raise JobError for a GPU's utilization without GPU; a job must name the CPU's sampler."""
+    if section.needs_utilization and not use_gpu and section.utilization.sampler == "auto":
+        rule = (
+            "must be cpu (the process's CPU time) if the job trains without a GPU, or choose "
+            "another batch_size_search.strategy, such as throughput_knee"
+        )
+        raise JobError([Problem("batch_size_search.utilization.sampler", rule, "'auto'")])

@@ -21,7 +21,7 @@ from raytrain_opt.errors import ResourcesError
 from raytrain_opt.models.factory import preserve_model
 from raytrain_opt.monitoring import NullSampler, Sampler, UtilizationMonitor, open_sampler
 from raytrain_opt.optim.averaging import use_training_weights
-from raytrain_opt.optim.factory import update_weights
+from raytrain_opt.optim.update import update_weights
 from raytrain_opt.results import GradientNorms, Probe
 from raytrain_opt.train.gradient_noise import GradientNormMeter
 from raytrain_opt.train.learner import Learner

@@ -24,6 +24,7 @@ from raytrain_opt.train.task import (
     Classification,
     Task,
     aggregates,
+    checked_metrics,
     keep_outputs,
     metric_of,
 )
@@ -80,6 +81,7 @@ class Evaluator:
             if values is None:  # it raised
                 nothing, metric = dict.fromkeys(self.names, math.nan), metric_of(self.task)
                 return EvalTotals(1, nothing, monotonic_s() - started_s, metric)
+            values = checked_metrics(self.task, values, batch.size, self.names)
             if recorder is not None:
                 recorder.add(batch)
             if outputs is not None:

@@ -25,8 +25,8 @@ from raytrain_opt.data.factory import SharedData
 from raytrain_opt.models import build_model
 from raytrain_opt.optim import averaging
 from raytrain_opt.optim.epoch_steps import ramp_factor
-from raytrain_opt.optim.factory import (
-    build_optimizer,
+from raytrain_opt.optim.factory import build_optimizer
+from raytrain_opt.optim.update import (
     get_weight_decays,
     set_lr,
     set_momentum,

@@ -17,7 +17,7 @@ from raytrain_opt.data.base import Batch
 from raytrain_opt.data.batch_reader import cause
 from raytrain_opt.errors import JobError, Problem, first_of, listed
 from raytrain_opt.models.factory import check_output, preserve_model
-from raytrain_opt.optim.factory import set_lr
+from raytrain_opt.optim.update import set_lr
 from raytrain_opt.random_state import find_generators, seed_all
 from raytrain_opt.train.checkpoint import require_readable
 from raytrain_opt.train.state import capture, restore

@@ -154,9 +154,13 @@ def _class_weights(
 
 
 def metric_of(task: Task) -> Metric:
-    """Return the metric that decides; without one, the loss does."""
-    name = getattr(task, "metric", "loss")
-    return Metric(name, getattr(task, "higher_is_better", name != "loss"))
+    """Return the metric that decides; without one, the loss does. Raises DataError."""
+    name = getattr(task, "metric", None) or "loss"
+    higher = getattr(task, "higher_is_better", name != "loss")
+    if not isinstance(name, str) or not isinstance(higher, bool):
+        rule = "metric must be the name of a metric, and higher_is_better True or False"
+        raise DataError("task", f"{rule}, not {name!r} and {higher!r}")
+    return Metric(name, higher)
 
 
 def aggregates(task: Task) -> bool:
@@ -208,6 +212,13 @@ def _join(name: str, batches: list[Any]) -> Any:
     return torch.cat(batches)
 
 
+def fresh_metric(metric: Any) -> Any:
+    """Return a copy of a Metric or MetricCollection, on the CPU and without state."""
+    fresh = copy.deepcopy(metric).cpu()
+    fresh.reset()
+    return fresh
+
+
 def compute_metric(metric: Any, updates: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the numbers that a Metric or MetricCollection of torchmetrics computes.
 
@@ -215,10 +226,9 @@ def compute_metric(metric: Any, updates: Iterable[Mapping[str, Any]]) -> dict[st
     """
     from torchmetrics import MetricCollection
 
-    collection = copy.deepcopy(metric)
+    collection = fresh_metric(metric)
     if not isinstance(metric, MetricCollection):
         collection = MetricCollection([collection])
-    collection.reset()
     for part in collection.values(copy_state=False):
         part.distributed_available_fn = lambda: False  # nothing is left to add
     for update in updates:
@@ -259,20 +269,31 @@ def evaluate_once(task: Task, model: nn.Module, batch: Batch) -> dict[str, Tenso
             values = task.validation_metrics(model, batch.content)
     except Exception as error:
         raise explained(task, error, batch, "validation_metrics", model) from error
-    whole_set = aggregates(task)
-    needed = dict.fromkeys(("loss",) if whole_set else ("loss", metric_of(task).name))
-    if not isinstance(values, Mapping) or not needed.keys() <= values.keys():
+    names = ("loss",) if aggregates(task) else ("loss", metric_of(task).name)
+    return checked_metrics(task, values, batch.size, names)
+
+
+def checked_metrics(
+    task: Task, values: object, samples: int, names: Iterable[str]
+) -> dict[str, Any]:
+    """Return the metrics of a batch. Raises DataError unless `names` are among them.
+
+    Each has one value per sample; what the task aggregates itself may also be a list of these.
+    """
+    needed, is_dict = dict.fromkeys(names), isinstance(values, Mapping)
+    found: dict[Any, Any] = dict(values) if isinstance(values, Mapping) else {}
+    if not (needed.keys() <= found.keys() and all(isinstance(name, str) for name in found)):
         rule = f"must return a dict with {' and '.join(needed)}"
-        found = list(values) if isinstance(values, Mapping) else _described(values)
-        raise DataError("task", f"validation_metrics {rule}, not {found}")
-    for name, value in values.items():
+        shown = list(found) if is_dict else _described(values)
+        raise DataError("task", f"validation_metrics {rule}, not {shown}")
+    for name, value in found.items():
         shape = value.shape if isinstance(value, torch.Tensor) else None
-        if whole_set and name != "loss":
+        if aggregates(task) and name != "loss":
             shape = torch.Size([len(value)]) if isinstance(value, list) else shape and shape[:1]
-        if shape != (batch.size,):
-            rule = f"must return one value per sample; for {batch.size} samples {name} is"
+        if shape != (samples,):
+            rule = f"must return one value per sample; for {samples} samples {name} is"
             raise DataError("task", f"validation_metrics {rule} {_described(value)}")
-    return dict(values)
+    return found
 
 
 def count_flops(task: Task, model: nn.Module, batch: Batch) -> float:

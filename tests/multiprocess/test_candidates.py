@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from raytrain_opt.config.schema import Job
 from raytrain_opt.data import load_shared_data
-from raytrain_opt.optim.epoch_steps import epoch_steps
+from raytrain_opt.optim.epoch_steps import epoch_steps, length_of
 from raytrain_opt.pools.commands import MainTrain, Pretrain, SendCandidateState, StateRef
 from raytrain_opt.pools.in_process import InProcessStates
 from raytrain_opt.pools.worker import Slot, Worker
@@ -71,7 +71,7 @@ def search(trainer: Slot | Worker, states: CountedStates, job: Job) -> dict[str,
     """Let the policy search; rank 0 tells the others what it decides, as the driver does."""
     info = trainer.learner.info
     steps = epoch_steps(info.train_size, BATCH, job.batch_ramp.steps, info.search_size)
-    policy, history = build_policy(job, steps), History()
+    policy, history = build_policy(job, length_of(job), steps), History()
     start = states.put("initial", trainer.learner.state(copy=True))
     tried: list[Any] = []
     while isinstance(action := policy.next(1, history), TryCandidates):

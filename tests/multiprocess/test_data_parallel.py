@@ -21,7 +21,7 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.execution.resolve import Placement, settle
-from raytrain_opt.optim.epoch_steps import epoch_steps
+from raytrain_opt.optim.epoch_steps import epoch_steps, length_of
 from raytrain_opt.results import Steps
 from raytrain_opt.search.factory import build_policy
 from raytrain_opt.search.policy import History, TrainEpoch
@@ -194,7 +194,7 @@ def train_large_batch(arrays: DatasetArrays, rank: int, world_size: int) -> dict
     connect = distribute if world_size > 1 else Parallel
     learner = Learner(LearnerConfig.from_job(large), arrays, CPU, connect)
     steps = epoch_steps(learner.info.train_size, large.global_batch_size, large.batch_ramp.steps)
-    policy = build_policy(large, steps)
+    policy = build_policy(large, length_of(large), steps)
     for epoch in range(1, large.epochs + 1):
         plan = policy.next(epoch, History())
         assert isinstance(plan, TrainEpoch)

@@ -10,7 +10,7 @@ import pytest
 
 from raytrain_opt.config.schema import Job
 from raytrain_opt.driver import train
-from raytrain_opt.optim.epoch_steps import EpochSteps
+from raytrain_opt.optim.epoch_steps import EpochSteps, length_of
 from raytrain_opt.search.factory import build_policy
 from raytrain_opt.search.policy import (
     Candidate,
@@ -51,7 +51,7 @@ class ScriptedRun:
     """A `driver.Run` that computes nothing; a state is the text of its history."""
 
     def __init__(self, job: Job, accuracy: Accuracy) -> None:
-        self.policy, self.accuracy = build_policy(job, EpochSteps(STEPS)), accuracy
+        self.policy, self.accuracy = build_policy(job, length_of(job), EpochSteps(STEPS)), accuracy
         self.history, self.epochs_left = History(), range(1, job.epochs + 1)
         self.moves: list[Move] = []
 

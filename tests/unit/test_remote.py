@@ -20,7 +20,7 @@ from raytrain_opt import remote, storage
 from raytrain_opt.errors import JobError, StorageError, TakenOverError
 from raytrain_opt.paths import RunPaths, check_run
 from raytrain_opt.recording.reader import read_lines
-from raytrain_opt.recording.records import EventRecord
+from raytrain_opt.recording.records import Event
 from raytrain_opt.storage import append_lines, open_store, remove_tree, write_json, write_text
 from tests.support.s3_server import Fault, Request, S3Server, cut, delay, refuse
 
@@ -96,7 +96,7 @@ def test_of_a_record_only_what_is_new_is_copied(
     for module in (storage, remote):
         monkeypatch.setattr(module, "RECORD_PART", 1000)
     lines = [
-        EventRecord(
+        Event(
             kind="storage", epoch=epoch, text="x" * 50, time_s=0.0, utc="2026-11-23T00:00:00Z"
         ).model_dump_json()
         for epoch in range(1, 101)
@@ -108,7 +108,7 @@ def test_of_a_record_only_what_is_new_is_copied(
     assert sent < 100 * 1000 + 2 * run.events.stat().st_size
     write_index(run)
     run.publish()
-    assert len(read_lines(run.shown, "events.jsonl", EventRecord)) == 100
+    assert len(read_lines(run.shown, "events.jsonl", Event)) == 100
     resumed = RunPaths.existing(run.shown)
     assert resumed.events.read_bytes() == run.events.read_bytes()
     # A resume cuts records.

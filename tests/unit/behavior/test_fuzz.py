@@ -28,11 +28,11 @@ from raytrain_opt.recording.records import (
     BatchSizeProbeRecord,
     BatchSizeRecord,
     EpochRecord,
-    EventRecord,
+    Event,
     ResultRecord,
     RoundRecord,
     ScheduleRecord,
-    SpanRecord,
+    Span,
 )
 from raytrain_opt.search.fixed_schedule import RecordedSchedule
 from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
@@ -163,8 +163,8 @@ def run_dir(folder: Path) -> Path:
     [
         ("epochs.jsonl", EpochRecord),
         ("rounds.jsonl", RoundRecord),
-        ("timeline.jsonl", SpanRecord),
-        ("events.jsonl", EventRecord),
+        ("timeline.jsonl", Span),
+        ("events.jsonl", Event),
         ("schedule.jsonl", ScheduleRecord),
         ("batch_size.jsonl", BatchSizeProbeRecord),
         ("batch_size.json", BatchSizeRecord),

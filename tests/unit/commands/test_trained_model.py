@@ -252,7 +252,7 @@ class TiedNetwork(nn.Sequential):
 def test_tied_weights_are_exported_as_safetensors(tmp_path: Path) -> None:
     run_dir = trained(tmp_path, model=f"{__name__}:TiedNetwork")
     model = load_model(run_dir, device="cpu", trust=True)
-    assert export(model, "safetensors", f"{tmp_path}/tied") == 0
+    assert export(model, "safetensors", f"{tmp_path}/tied").outputs == 0
     with safe_open(f"{tmp_path}/tied", "pt") as file:
         assert torch.equal(file.get_tensor("1.weight"), file.get_tensor("2.weight"))
 
@@ -299,6 +299,28 @@ def test_onnx_without_its_packages_names_the_extra(
     monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
     message = command_error("export", digits, "--format", "onnx", "--output", str(tmp_path / "m"))
     assert "raytrain_opt[onnx]" in message
+
+
+def test_an_export_compares_a_picture_with_predict(
+    digits: str, photo_run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stretched gray and cropped color images; then metadata that lack a step."""
+    for run_dir in (digits, photo_run):
+        output = invoke("export", run_dir, "--format", "safetensors", "--output", f"{tmp_path}/a")
+        assert "has the probabilities of predict (largest difference" in output.stdout
+        model = load_model(run_dir, device="cpu")
+        assert (export(model, "safetensors", f"{tmp_path}/a").probabilities or 0) < 0.1
+    (tmp_path / "a").unlink()
+
+    def without_scaling(*arguments: Any) -> dict[str, Any]:
+        return {**describe_input(*arguments), "divide_by": 250}
+
+    monkeypatch.setattr("raytrain_opt.commands.export.describe_input", without_scaling)
+    with pytest.raises(
+        RaytrainOptError, match=r"differs from what predict .* no file was written"
+    ):
+        export(model, "safetensors", f"{tmp_path}/b")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_network_that_exports_wrongly_writes_no_file(

@@ -35,6 +35,9 @@ BROKEN = [
     ("data: {name: arrays, train: [a], test: [a, b]}", "data.train.1", "is required"),
     ("epoch: 3", "epoch", "did you mean 'epochs'?"),
     ("batch_size: 3", "batch_size", "did you mean 'global_batch_size'?"),
+    ("accumulate_grad_batches: 4", "accumulate_grad_batches", "global_batch_size is the batch"),
+    (SCHEDULE + "warmup_steps: 9}", "learning_rate.warmup_steps", "warmup: {steps: N}"),
+    (SCHEDULE + "warmup: {steps: 9, epochs: 1}}", "learning_rate.warmup.steps", "in place of ep"),
     ("gpus: 3", "gpus", "valid here: name, model, data"),
     (CIFAR + "augment: {flips: true}}", "data.augment.flips", "did you mean 'flip'?"),
     (

@@ -17,8 +17,8 @@ from raytrain_opt.execution.batch_size import run_probes
 from raytrain_opt.pools.protocol import MeasuredProbe
 from raytrain_opt.recording.records import BatchSizeProbeRecord
 from raytrain_opt.results import Probe
-from raytrain_opt.search.batch_size.factory import build_strategy
 from raytrain_opt.search.batch_size.strategy import BatchSizeChoice, SizeBounds, Strategy
+from raytrain_opt.search.factory import build_strategy
 
 # The answer of a process to a size; None is its death.
 Answer = Callable[[int], Probe | None]

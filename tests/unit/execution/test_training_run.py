@@ -269,7 +269,7 @@ def interrupt_moves(run: TrainingRun, moves: list[str], interrupt: Interrupt) ->
 def signal_in_step(run: TrainingRun, number: int) -> None:
     """Let SIGTERM arrive before the n-th step of the process's main training, or in evaluation."""
     calls, stop = itertools.count(1), run.stop
-    workers = run.backend.workers
+    workers = run.pools.workers
     show = workers.on_wait
     assert show is not None
 

@@ -16,7 +16,8 @@ from raytrain_opt.optim.averaging import (
     use_averaged_weights,
     use_training_weights,
 )
-from raytrain_opt.optim.factory import build_optimizer, set_lr
+from raytrain_opt.optim.factory import build_optimizer
+from raytrain_opt.optim.update import set_lr
 from raytrain_opt.train.state import capture, restore
 
 NAMES = ["SGD", "AdamW", "Muon", "LARS", "Adafactor", "RMSpropWarmup"]

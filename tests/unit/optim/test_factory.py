@@ -14,13 +14,8 @@ from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.errors import JobError
 from raytrain_opt.optim import Muon, RMSpropWarmup, factory
-from raytrain_opt.optim.factory import (
-    build_optimizer,
-    check_optimizer,
-    get_weight_decays,
-    set_lr,
-    set_weight_decays,
-)
+from raytrain_opt.optim.factory import build_optimizer, check_optimizer
+from raytrain_opt.optim.update import get_weight_decays, set_lr, set_weight_decays
 
 WORKING = [
     "ASGD",

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from raytrain_opt.optim.factory import ScheduledLR
 from raytrain_opt.optim.schedules import (
     ArcCotangent,
     Constant,
@@ -21,6 +20,7 @@ from raytrain_opt.optim.schedules import (
     Schedule,
     Warmup,
 )
+from raytrain_opt.optim.update import ScheduledLR
 
 SCHEDULES: list[Schedule] = [
     Constant(0.3),

@@ -10,6 +10,7 @@ import pytest
 
 from raytrain_opt.config.learning_rate import SchedulePolicy
 from raytrain_opt.config.learning_rate import Warmup as WarmupSection
+from raytrain_opt.errors import JobError
 from raytrain_opt.optim.schedules import (
     ArcCotangent,
     Constant,
@@ -193,6 +194,20 @@ def test_warmup_alone_and_before_a_schedule(kind: Any, table: list[float]) -> No
     assert warmup_lrs(section, 0.2, steps_per_epoch=2) == pytest.approx(table)
     schedule = build_schedule(policy("cosine", 2, kind), epochs=6, steps_per_epoch=2)
     assert rates(schedule, 5) == pytest.approx([*table, 0.2])
+
+
+def test_a_warmup_in_updates_is_one_of_epochs_where_both_are_equally_long() -> None:
+    policies = [
+        SchedulePolicy.model_validate({"policy": "schedule", "warmup": {name: length}})
+        for name, length in (("epochs", 2), ("steps", 20), ("steps", 15))
+    ]
+    epochs, steps, shorter = (
+        build_schedule(policy, epochs=5, steps_per_epoch=10) for policy in policies
+    )
+    assert [epochs.lr(step) for step in range(50)] == [steps.lr(step) for step in range(50)]
+    assert shorter.lr(15) == 0.1 > epochs.lr(15)
+    with pytest.raises(JobError, match="warmup.steps: is more than the 10 updates"):
+        build_schedule(policies[2], epochs=1, steps_per_epoch=10)
 
 
 def test_a_training_that_is_only_warmup_ends_at_final() -> None:

@@ -126,9 +126,6 @@ class Echo:
 
     failure: Exception | None = None
 
-    def steps_before_failure(self, command: Command) -> Callable[[], object] | None:
-        return (lambda: f"part of {command.name}") if isinstance(command, MainTrain) else None
-
     def close(self) -> None: ...
 
 

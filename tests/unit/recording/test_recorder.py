@@ -19,7 +19,7 @@ from raytrain_opt.recording.records import (
     ResultRecord,
     RoundRecord,
     ScheduleRecord,
-    SpanRecord,
+    Span,
 )
 from raytrain_opt.results import Steps
 from raytrain_opt.search.noise_scale import NoiseScale
@@ -226,7 +226,7 @@ def test_records_that_are_removed_during_the_run_end_it(
     recorder: Recorder, paths: RunPaths, lost: str
 ) -> None:
     add_epoch(recorder, 1)
-    recorder.timeline([SpanRecord.model_validate(synthetic_runs.span_lines(1)[0])])
+    recorder.timeline([Span.model_validate(synthetic_runs.span_lines(1)[0])])
     recorder.truncate_after(0, 1)
     for path in paths.local.rglob("*.jsonl" if lost == "." else lost):
         path.unlink()

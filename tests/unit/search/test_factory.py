@@ -10,12 +10,16 @@ import pytest
 from raytrain_opt.config.schema import Job
 from raytrain_opt.config.updates import OptimizerChoiceSection
 from raytrain_opt.errors import JobError
-from raytrain_opt.optim.epoch_steps import EpochSteps
-from raytrain_opt.search.factory import build_policy
+from raytrain_opt.optim.epoch_steps import EpochSteps, length_of
+from raytrain_opt.search import factory
 from raytrain_opt.search.fixed_schedule import FixedSchedule
-from raytrain_opt.search.policy import History, TrainEpoch
+from raytrain_opt.search.policy import History, Policy, TrainEpoch
 from raytrain_opt.search.stpt import Stpt
 from tests.support.synthetic_runs import write_schedule
+
+
+def build_policy(job: Job, steps: EpochSteps) -> Policy:
+    return factory.build_policy(job, length_of(job), steps)
 
 
 def job(epochs: int = 4, **learning_rate: Any) -> Job:

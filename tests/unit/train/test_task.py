@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -13,6 +15,7 @@ from raytrain_opt.config.schema import LossSection, TaskSection
 from raytrain_opt.data.base import Batch, DataInfo
 from raytrain_opt.errors import DataError, JobError
 from raytrain_opt.results import Metric
+from raytrain_opt.train.evaluation import Evaluator
 from raytrain_opt.train.step_check import check_steps
 from raytrain_opt.train.task import (
     Classification,
@@ -209,6 +212,7 @@ def test_without_a_metric_the_loss_decides_and_less_is_better() -> None:
         (3, "must return a dict with loss and error, not int"),
         ({"error": torch.zeros(2)}, r"a dict with loss and error, not \['error'\]"),
         ({"loss": torch.zeros(2), "error": torch.tensor(0.5)}, r"value per sample.* error is"),
+        ({"loss": torch.zeros(2), "error": torch.zeros(2), 3: torch.zeros(2)}, "not .*error', 3"),
     ],
 )  # fmt: skip
 def test_wrong_metrics_are_refused(metrics: Any, message: str) -> None:
@@ -216,6 +220,35 @@ def test_wrong_metrics_are_refused(metrics: Any, message: str) -> None:
     task.metrics = metrics
     with pytest.raises(DataError, match=message):
         find_metric_names(task, nn.Linear(3, 1), BATCH)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        ({"loss": torch.zeros(4)}, "return a dict with loss and error"),
+        ({"loss": torch.zeros(4), "error": torch.zeros(2)}, "for 4 samples error is a tensor"),
+        ({"loss": torch.zeros(()), "error": torch.zeros(4)}, "for 4 samples loss is a tensor"),
+    ],
+)
+def test_wrong_metrics_of_a_later_batch_are_refused(metrics: Any, message: str) -> None:
+    task, batch = Wrong(), Batch({"x": torch.ones(4, 3), "y": torch.ones(4)}, None)
+    task.metrics = metrics
+    data = SimpleNamespace(
+        info=SimpleNamespace(test_size=4), eval_batches=lambda *_: iter([batch])
+    )
+    names, model = ("loss", "error"), nn.Linear(3, 1)
+    evaluator = Evaluator(
+        model, task, names, cast("Any", data), nullcontext, lambda _: None, nullcontext
+    )
+    with pytest.raises(DataError, match=message):
+        evaluator.evaluate("test", 0, 1, 4, lambda *_: None)
+
+
+@pytest.mark.parametrize("wrong", [{"metric": 3}, {"higher_is_better": "max"}])
+def test_a_metric_is_named_and_has_a_direction(wrong: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="metric must be the name of a metric, and higher_is"):
+        metric_of(cast("Task", SimpleNamespace(**wrong)))
+    assert metric_of(cast("Task", SimpleNamespace(metric=None))).name == "loss"
 
 
 def test_what_a_task_raises_is_told_with_the_shapes_of_its_batch() -> None:

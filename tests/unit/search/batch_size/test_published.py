@@ -13,13 +13,13 @@ from raytrain_opt.config.batch_size import (
 )
 from raytrain_opt.errors import ResourcesError
 from raytrain_opt.results import Probe
-from raytrain_opt.search.batch_size.factory import build_strategy
 from raytrain_opt.search.batch_size.strategy import (
     BatchSizeChoice,
     ProbeRequest,
     SizeBounds,
     Strategy,
 )
+from raytrain_opt.search.factory import build_strategy
 from tests.support.samples import Samples
 from tests.support.simulated_machine import Curve, Machine, random_machine, replayed
 

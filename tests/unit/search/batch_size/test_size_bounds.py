@@ -18,8 +18,8 @@ from raytrain_opt.config.updates import RampStep
 from raytrain_opt.optim.epoch_steps import Epochs, Time
 from raytrain_opt.results import Probe
 from raytrain_opt.search.batch_size import published, throughput_knee
-from raytrain_opt.search.batch_size.factory import build_strategy
 from raytrain_opt.search.batch_size.strategy import SizeBounds, Updates, largest_size
+from raytrain_opt.search.factory import build_strategy
 from tests.support.simulated_machine import Curve, Machine
 
 RAMP = (RampStep(epoch=10, factor=2), RampStep(epoch=20, factor=4))

@@ -14,7 +14,6 @@ import pytest
 from raytrain_opt.config.batch_size import ThroughputKneeSearch
 from raytrain_opt.errors import ResourcesError
 from raytrain_opt.results import GradientNorms, Probe
-from raytrain_opt.search.batch_size.factory import build_strategy
 from raytrain_opt.search.batch_size.strategy import (
     BatchSizeChoice,
     ProbeRequest,
@@ -22,6 +21,7 @@ from raytrain_opt.search.batch_size.strategy import (
     Strategy,
 )
 from raytrain_opt.search.batch_size.throughput_knee import combine, draw_curves
+from raytrain_opt.search.factory import build_strategy
 from tests.support.samples import Samples
 from tests.support.simulated_machine import Curve, Machine, random_machine, replayed
 

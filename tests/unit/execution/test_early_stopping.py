@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from raytrain_opt.config.schema import StopSection
+from raytrain_opt.execution.length import lost_patience, reached_target
 from raytrain_opt.results import Metric
-from raytrain_opt.search.early_stopping import lost_patience, reached_target
 
 LOSS = Metric("loss", higher_is_better=False)
 
