@@ -52,7 +52,7 @@ class Sleeper:
         return 0.0
 
     def buffers(self, batches: int) -> BufferUpdates:
-        return BufferUpdates(batches, {}, {})
+        return BufferUpdates(batches, {}, frozenset())
 
 
 class SimulatedWorker:

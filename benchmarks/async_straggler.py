@@ -1,10 +1,10 @@
-"""Workers of different speeds: balanced and asynchronous training against synchronous.
+"""Workers of different speeds: shares by speed and asynchronous training against equal shares.
 
     python -m benchmarks.async_straggler [--repeats 2] [--workers 4] [--parts ...]
 
 Two parts; the JSON object of the last line holds the keys of each.
 
-balanced     `parallel.mode: balanced` against `sync` with the product's learner, 4 workers and
+balanced     shares by speed against equal ones with the product's learner, 4 workers and
              sleeps in place of computing (balanced_training.py): samples/s with one worker 4 x
              slower, `balanced_over_sync` (ideal: 3.25), with equal ones,
              `balanced_over_sync_equal_workers`, and the fraction of the time in which workers
@@ -36,18 +36,18 @@ WORKERS = 4
 
 
 def balanced(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure balanced and synchronous training."""
-    names = [(mode, case) for case in CASES for mode in ("sync", "balanced")]
-    runs = [Run(mode, CASES[case]) for mode, case in names]
+    """Measure shares by speed and equal ones."""
+    names = [(shares, case) for case in CASES for shares in ("equal", "balanced")]
+    runs = [Run(shares == "balanced", CASES[case]) for shares, case in names]
     results = measure(runs, WORKERS, args.steps, args.share_s)
     measured = dict(zip(names, results, strict=True))
     speeds = {run: result["samples_per_s"] for run, result in measured.items()}
-    slow, even = (speeds["balanced", c] / speeds["sync", c] for c in ("slow", "even"))
+    slow, even = (speeds["balanced", c] / speeds["equal", c] for c in ("slow", "even"))
     return {
         "balanced_over_sync": round(slow, 3),
         "balanced_over_sync_equal_workers": round(even, 3),
         "balanced_over_ideal_jitter": measured["balanced", "jitter"]["busy"],
-        "balanced_runs": {f"{mode}_{case}": r for (mode, case), r in measured.items()},
+        "balanced_runs": {f"{shares}_{case}": r for (shares, case), r in measured.items()},
     }
 
 
@@ -63,7 +63,7 @@ def throughput(args: argparse.Namespace) -> dict[str, Any]:
     for _ in range(args.repeats):
         with ray_session(None, verbose=False), worker_processes(job, args.shards) as running:
             async_s = {n: asynchronous(*running, args.steps, clocks[n]) for n in cases}
-        runs = [Run("sync", case) for case in cases.values()]
+        runs = [Run(False, case) for case in cases.values()]
         results = measure(runs, args.workers, args.steps, args.share_s, samples_per_worker=1)
         for name, result in zip(cases, results, strict=True):
             sync_s = args.steps * args.workers / result["samples_per_s"]

@@ -1,11 +1,11 @@
-"""Throughput of `parallel.mode: balanced` against `sync`, with workers of different speeds.
+"""Throughput of shares by speed against equal ones, with workers of different speeds.
 
 Each worker is a process with the product's learner, DDP over gloo and the gradients of ResNet-8
 (width 64, 1.2 million parameters). **Computing is simulated**: a forward pass sleeps in
 proportion to its samples, because 4 real computations on 2 cores would measure the cores. Every
 worker's equal share of a step takes `seconds` at speed 1. A slow network is a sleep between the
-all-reduce and the optimizer's step. The timer covers a phase of `steps` steps; `balanced` measures
-the speeds in `WARM_UP` steps before.
+all-reduce and the optimizer's step. The timer covers a phase of `steps` steps; `by_speed` has
+`MICRO_BATCHES` per worker, and measures the speeds in `WARM_UP` steps before.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
 
-WARM_UP, SAMPLES_PER_WORKER, SLOWER = 10, 128, 4.0
+WARM_UP, SAMPLES_PER_WORKER, MICRO_BATCHES, SLOWER = 10, 128, 16, 4.0
 # Seconds that a forward pass of these many samples takes.
 Seconds = Callable[[int], float]
 # The seconds of a rank, from its number, that of the workers and the time of a sample at speed 1.
@@ -43,9 +43,9 @@ Case = Callable[[int, int, float], Seconds]
 
 @dataclass(frozen=True)
 class Run:
-    """Training in a mode by workers as a case has them, with a slow exchange of gradients."""
+    """Training by workers as a case has them, with a slow exchange of gradients."""
 
-    mode: str
+    by_speed: bool
     case: Case
     exchange_s: float = 0.0
 
@@ -70,9 +70,7 @@ class SleepingNet(nn.Module):
 
 def sleeping_net(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
     """Build a `SleepingNet` with the parameters of ResNet-8 of width 64."""
-    job = Job.model_validate(
-        _job("sync", 1, 1) | {"model": {"name": "resnet8", "args": {"width": 64}}}
-    )
+    job = Job.model_validate(_job(1, 1) | {"model": {"name": "resnet8", "args": {"width": 64}}})
     like = build_model(job.model, num_classes=num_classes, sample_shape=(3, 32, 32), seed=0)
     return SleepingNet(list(like.parameters()))
 
@@ -128,7 +126,7 @@ def measure(
     return results
 
 
-def _job(mode: str, workers: int, samples_per_worker: int) -> dict[str, Any]:
+def _job(workers: int, samples_per_worker: int, micro_batches: int = 1) -> dict[str, Any]:
     return {
         "model": sleeping_net,
         "data": "digits",
@@ -136,7 +134,7 @@ def _job(mode: str, workers: int, samples_per_worker: int) -> dict[str, Any]:
         "global_batch_size": workers * samples_per_worker,
         "workers": {"count": workers},
         "learning_rate": {"policy": "schedule", "shape": "constant", "initial": 0.01},
-        "parallel": {"mode": mode},
+        "parallel": {"micro_batches": micro_batches * workers},
     }
 
 
@@ -154,17 +152,19 @@ def _rank(
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=workers)
     results = []
     for run in runs:
-        job = Job.model_validate(_job(run.mode, workers, samples_per_worker))
+        job = Job.model_validate(
+            _job(workers, samples_per_worker, MICRO_BATCHES if run.by_speed else 1)
+        )
         config = LearnerConfig.from_job(job)
         learner = Learner(config, load_shared_data(config.data), torch.device("cpu"), distribute)
         net = cast(SleepingNet, learner.model)
         net.seconds = run.case(rank, workers, seconds / samples_per_worker)
         pause = partial(_pause, run.exchange_s)
         learner.optimizer.register_step_pre_hook(pause)
-        _train(learner, rank, workers, 1 if run.mode == "sync" else WARM_UP)
+        _train(learner, WARM_UP if run.by_speed else 1)
         dist.barrier()
         started_s, net.computed_s = monotonic_s(), 0.0
-        _train(learner, rank, workers, steps)
+        _train(learner, steps)
         results.append((monotonic_s() - started_s, net.computed_s))
     dist.destroy_process_group()
     return results
@@ -174,9 +174,9 @@ def _pause(seconds: float, *_: object) -> None:
     time.sleep(seconds)
 
 
-def _train(learner: Learner, rank: int, workers: int, steps: int) -> None:
+def _train(learner: Learner, steps: int) -> None:
     """Train in phases of as many steps as an epoch of this small data set has."""
-    micro_batches = MicroBatches.for_rank(rank, [1.0] * workers, workers)
+    micro_batches = MicroBatches.all(learner.config.micro_batches)
     in_epoch = learner.info.steps_per_epoch(learner.config.global_batch_size)
     for first in range(0, steps, in_epoch):
         learner.train(1, Steps(0, (0.01,) * min(steps - first, in_epoch)), micro_batches)

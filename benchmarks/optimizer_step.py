@@ -143,7 +143,7 @@ def shared_work() -> dict[int, float]:
     shapes = [p.flatten(1).shape for p in _muon_groups(model)[0]["params"]]
     work = [min(shape) * shape.numel() for shape in shapes]
     busiest = {
-        ranks: max(sum(work[i] for i in own) for own in split_work(shapes, ranks))
+        ranks: max(sum(work[i] for b in own for i in b) for own in split_work(shapes, ranks))
         for ranks in (2, 4, 8)
     }
     return {ranks: round(most / sum(work), 3) for ranks, most in busiest.items()}

@@ -100,14 +100,15 @@ class Metric:
 
 @dataclass(frozen=True)
 class TrainTotals:
-    """Sums over the samples of a phase, of one process or all; `norms`: of all, if measured.
+    """Sums over the samples of a phase; `norms`: of gradients, if measured.
 
-    `failure`: the exception that made the loss NaN, as text.
+    `losses`: the sum of the losses of each step, so that the mean does not depend on where a phase
+    was cut. `failure`: the exception that made the loss NaN, as text.
     """
 
     steps: int
     samples: int
-    loss_sum: float
+    losses: tuple[float, ...]
     skipped: int
     duration_s: float
     data_wait_s: float
@@ -117,11 +118,11 @@ class TrainTotals:
     @property
     def loss(self) -> float:
         """Mean loss; 0 without samples, not finite if the loss of any batch is not."""
-        return self.loss_sum / max(self.samples, 1)
+        return sum(self.losses) / max(self.samples, 1)
 
     def plus(self, later: TrainTotals) -> TrainTotals:
         """Return the totals of both parts of a phase that was stopped between two steps."""
-        names = ("steps", "samples", "loss_sum", "skipped", "duration_s", "data_wait_s")
+        names = ("steps", "samples", "losses", "skipped", "duration_s", "data_wait_s")
         sums = {name: getattr(self, name) + getattr(later, name) for name in names}
         norms = later.norms or self.norms
         if self.norms and later.norms:
@@ -208,7 +209,7 @@ class BufferUpdates:
 
     batches: int
     values: dict[str, npt.NDArray[np.float64]]
-    sampling_noise: dict[str, float]  # s (`train.batch_norm`) of BatchNorm layers in training mode
+    trained: frozenset[str]  # names of BatchNorm layers in training mode
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ class SspScheduler:
 
     phase: EpochPhase
     version: int = 0
-    totals: TrainTotals = TrainTotals(0, 0, 0.0, 0, 0.0, 0.0)
+    totals: TrainTotals = TrainTotals(0, 0, (0.0,), 0, 0.0, 0.0)
     dropped: set[int] = field(default_factory=set)  # numbers that have been given anew
     _free: list[int] = field(init=False)
     _claims: dict[int, int] = field(default_factory=dict)  # micro-batch -> worker
@@ -203,7 +203,7 @@ class SspScheduler:
         self.totals = replace(
             self.totals,
             samples=self.totals.samples + result.samples,
-            loss_sum=self.totals.loss_sum + result.loss_sum,
+            losses=(sum(self.totals.losses) + result.loss_sum,),
             skipped=self.totals.skipped + result.skipped,
         )
 

@@ -97,12 +97,11 @@ def _is_normalized(group: Group) -> bool:
 _STALENESS_WEIGHT = 0.05
 _WIRE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-_MEAN, _VAR, _COUNT = "running_mean", "running_var", "num_batches_tracked"
+_COUNT = "num_batches_tracked"
 
 # A flat tensor as bytes, in the type in which it is sent.
 WireArray = npt.NDArray[np.uint8]
-Value = npt.NDArray[np.float64]
-Values = dict[str, Value]
+Values = dict[str, npt.NDArray[np.float64]]
 
 
 def split_parameters(model: nn.Module, shards: int) -> list[list[nn.Parameter]]:
@@ -304,42 +303,24 @@ def assemble_state(
         **start.plain,
         "optimizer_state": dict(sorted(optimizer_state.items())),
         "param_groups": parts[0].plain["param_groups"],
-        "stopped": None,
     }
     return TrainingState(tensors, plain)
 
 
 def pool_buffers(workers: Sequence[BufferUpdates]) -> Values:
-    """Return the combined floating-point buffers by name; none if nobody computed anything.
+    """Return the means of floating-point buffers by name; none if nobody computed anything.
 
-    As `train.batch_norm` combines them, but of unequal fractions p_w of an epoch.
+    Each worker counts by its number of micro-batches.
     """
     active = [worker for worker in workers if worker.batches]
     if not active:
         return {}
     total = sum(worker.batches for worker in active)
     fractions = [worker.batches / total for worker in active]
-    mean = {
+    return {
         name: np.tensordot(fractions, [w.values[name] for w in active], 1)
         for name in active[0].values
     }
-    layers = {layer for worker in active for layer in worker.sampling_noise}
-    return mean | {
-        f"{layer}.{_VAR}": _variance(layer, fractions, active, mean) for layer in layers
-    }
-
-
-def _variance(
-    layer: str, fractions: Sequence[float], workers: Sequence[BufferUpdates], mean: Values
-) -> Value:
-    name = f"{layer}.{_MEAN}"
-    noise = [worker.sampling_noise.get(layer, 0.0) for worker in workers]
-    weights = [p * (1 - s) for p, s in zip(fractions, noise, strict=True)]
-    within = np.tensordot(weights, [worker.values[f"{layer}.{_VAR}"] for worker in workers], 1)
-    between = np.tensordot(fractions, [(w.values[name] - mean[name]) ** 2 for w in workers], 1)
-    bias = sum(p * p * s for p, s in zip(fractions, noise, strict=True))
-    variance: Value = (within + between) / (1 - bias)
-    return variance
 
 
 def advance_buffers(
@@ -347,7 +328,7 @@ def advance_buffers(
 ) -> dict[str, PackedTensor]:
     """Return the model's buffers by name, their counts of batches advanced by the `updates`."""
     values = pool_buffers(workers)
-    counts = {f"{layer}.{_COUNT}" for worker in workers for layer in worker.sampling_noise}
+    counts = {f"{layer}.{_COUNT}" for worker in workers for layer in worker.trained}
     buffers = {}
     for key, packed in start.tensors.items():
         name, before = key.removeprefix("model."), packed.tensor()

@@ -61,6 +61,7 @@ class PoolRequest:
     search_on: SearchOn
     sync_batch_norm: bool  # needs GPUs
     asynchronous: bool = False
+    micro_batches: int | None = None  # of a global batch, at least one per worker
 
     @classmethod
     def from_job(cls, job: Job, candidates: int) -> PoolRequest:
@@ -73,6 +74,7 @@ class PoolRequest:
             job.search_on,
             job.batch_norm.sync,
             not job.parallel.common_steps,
+            job.parallel.micro_batches,
         )
 
 
@@ -204,6 +206,8 @@ def _worker_count(
         return workers.size
     devices = max(1, int((workers.resources or {}).get("GPU", 1)))
     room = sum(int(node.get("GPU", 0)) // devices for node in nodes)
+    if request.micro_batches is not None:
+        return max(1, min(room, request.micro_batches))
     counts = (n for n in range(room, 0, -1) if request.global_batch_size % n == 0)
     return next(counts, 1)
 

@@ -46,6 +46,11 @@ _NEED_COMMON_STEPS: tuple[Rule, ...] = (
         "with async no gradient of a global batch exists; remove it, or use mode: sync",
     ),
     (
+        "batch_norm.sync",
+        lambda job: job.batch_norm.sync,
+        "needs equal shares of every step, as parallel.mode: sync has",
+    ),
+    (
         "batch_norm.recalibrate_batches",
         lambda job: job.batch_norm.recalibrate_batches,
         "remove it: with async the running statistics are pooled after every epoch",
@@ -138,12 +143,11 @@ _RULES: tuple[Rule, ...] = (
     ),
     (
         "parallel.micro_batches",
-        lambda job: job.parallel.micro_batches and not job.workers.is_given,
-        _GIVEN_COUNT,
-    ),
-    (
-        "parallel.speeds",
-        lambda job: job.parallel.speeds and not job.workers.is_given,
+        lambda job: (
+            job.parallel.micro_batches
+            and not job.workers.is_given
+            and (job.batch_norm.sync or not job.parallel.common_steps)
+        ),
         _GIVEN_COUNT,
     ),
     (
@@ -185,11 +189,6 @@ _RULES: tuple[Rule, ...] = (
     ),
     (
         "batch_norm.sync",
-        lambda job: job.batch_norm.sync and not job.parallel.equal_shares,
-        "needs equal shares of every step, as parallel.mode: sync has",
-    ),
-    (
-        "batch_norm.sync",
         lambda job: job.batch_norm.sync and job.workers.use_gpu is False and job.workers.size > 1,
         "torch's SyncBatchNorm needs GPUs, and workers.use_gpu is false",
     ),
@@ -213,18 +212,19 @@ def broken_rules(job: Job) -> Iterator[BrokenRule]:
 
 
 def _batch_rules(job: Job) -> Iterator[BrokenRule]:
-    """Yield why a global batch does not split into equal parts, one for each worker."""
+    """Yield why micro-batches, by default one per worker, do not share a global batch."""
     batch, workers = job.global_batch_size, job.workers.size
-    micro_batches, speeds = job.parallel.micro_batches, job.parallel.speeds
-    if batch % workers:
-        rule = f"does not split evenly over {workers} workers; give a multiple of that"
-        yield "global_batch_size", rule
-    if micro_batches and (micro_batches % workers or batch % micro_batches):
-        rule = f"must be a multiple of workers.count ({workers}) that divides global_batch_size"
-        yield "parallel.micro_batches", f"{rule} ({batch})"
-    if speeds and (len(speeds) != workers or job.workers.can_shrink) and job.workers.is_given:
-        rule = f"give one for each of the {workers} workers, and no smaller workers.count.min"
-        yield "parallel.speeds", rule
+    count = job.parallel.micro_batches
+    if count is None:
+        if batch % workers:
+            rule = f"does not split evenly over {workers} workers; give a multiple of that"
+            yield "global_batch_size", rule
+        return
+    needs_equal = job.batch_norm.sync or not job.parallel.common_steps
+    if batch % count or count < workers or (needs_equal and count % workers):
+        least = "a multiple of" if needs_equal else "at least"
+        rule = f"must be {least} workers.count ({workers}) and divide global_batch_size ({batch})"
+        yield "parallel.micro_batches", rule
 
 
 def _epoch_rules(job: Job) -> Iterator[BrokenRule]:

@@ -241,8 +241,8 @@ class BatchNormSection(Section):
     sync: bool = False
     """Normalize with the statistics of all workers (SyncBatchNorm)."""
     recalibrate_batches: NonNegativeInt = 0
-    """Recompute the running statistics before every evaluation from this many training batches of
-    each worker; 0: use those of the training, pooled over the workers."""
+    """Recompute the running averages before every evaluation from the first steps of the epoch,
+    this many; 0: use those of the training."""
 
 
 class RampStep(Section):
@@ -265,22 +265,17 @@ class BatchRampSection(Section):
 class ParallelSection(Section):
     """How workers exchange gradients."""
 
-    mode: Literal["sync", "balanced", "auto", "async"] = "sync"
-    """sync: all workers take each step together (DDP). balanced: as sync, but faster workers
-    compute more micro-batches of each step, in proportion to their measured speeds. auto: sync,
-    from the next round or epoch on balanced if that saves more than 5 % of a step at the measured
-    speeds. async: each worker pulls weights and pushes gradients on its own, and each gradient is
+    mode: Literal["sync", "async"] = "sync"
+    """sync: all workers take each step together (DDP), and faster ones compute more micro-batches
+    of it. async: each worker pulls weights and pushes gradients on its own, and each gradient is
     an update when it arrives (parameter server)."""
     micro_batches: PositiveInt | None = None
-    """balanced, auto, async only: micro-batches that a global batch is split into, a multiple of
-    workers.count; not with batch_size_search. BatchNorm normalizes each. Default: at most 16 per
-    worker, of at least 8 samples. balanced and auto: where measured speeds would cost more than
-    5 % of a step with them, fewer, or smaller ones of at least 4 samples, from the next round or
-    epoch on. async: one per worker in the first epoch, then as many as hide their messages, and
-    fewer again where that trains 10 % slower."""
-    speeds: list[PositiveFloat] | None = None
-    """balanced only: relative speeds of the workers, by rank, in place of measured ones, such as
-    [1, 1, 1, 0.25]. The training is then repeatable to the bit."""
+    """Micro-batches that a global batch is split into; not with batch_size_search. BatchNorm
+    normalizes each. sync: at least one per worker. The same number gives the same weights, to the
+    bit, on any number of workers; with several per worker, shares follow measured speeds. Default:
+    workers.count. async: a multiple of workers.count. Default: one per worker in the first epoch,
+    then as many as hide their messages, at most 16 of at least 8 samples, and fewer again where
+    that trains 10 % slower."""
     staleness_bound: NonNegativeInt | None = None
     """async only: maximum number of updates between reading weights and applying the gradient; P
     equal workers have about P. A worker waits if a gradient could exceed it. null: no bound."""
@@ -296,37 +291,8 @@ class ParallelSection(Section):
         """Whether all workers take each step together."""
         return self.mode != "async"
 
-    @property
-    def equal_shares(self) -> bool:
-        """Whether each worker computes an equal part of every step."""
-        return self.mode == "sync"
-
-    @property
-    def balances(self) -> bool:
-        """Whether shares of a step follow the workers' speeds."""
-        return self.common_steps and not self.equal_shares
-
-    @property
-    def balances_where_it_pays(self) -> bool:
-        """Whether shares are equal where speeds are."""
-        return self.mode == "auto"
-
-    @property
-    def measures_shares(self) -> bool:
-        """Whether the workers' shares follow measured speeds, so that no two runs are equal."""
-        return self.balances and self.speeds is None
-
     def broken_rules(self) -> Iterator[BrokenRule]:
         """Refuse settings of another mode, which would have no effect."""
-        for name, modes in _MODES.items():
-            changed = getattr(self, name) != type(self).model_fields[name].default
-            if changed and self.mode not in modes:
-                yield name, f"belongs to parallel.mode: {' or '.join(modes)}"
-
-
-_MODES = {
-    "gradient_buckets": ("sync", "balanced", "auto"),
-    "micro_batches": ("balanced", "auto", "async"),
-    "speeds": ("balanced",),
-    "staleness_bound": ("async",),
-}
+        for name, mode in (("gradient_buckets", "sync"), ("staleness_bound", "async")):
+            if getattr(self, name) is not None and self.mode != mode:
+                yield name, f"belongs to parallel.mode: {mode}"

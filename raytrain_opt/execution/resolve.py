@@ -139,7 +139,7 @@ def count_updates(learner: LearnerConfig, info: DataInfo) -> EpochSteps:
     batch, ramp = learner.global_batch_size, learner.batch_ramp.steps
     drop_last = learner.data.drop_last
     for factor in () if drop_last else (1, *(step.factor for step in ramp)):
-        parts = learner.worker_count * learner.finest_split * factor
+        parts = learner.micro_batches * factor
         for size in (info.train_size, info.search_size):
             remainder = size % (batch * factor)
             if 0 < remainder < 2 * parts:  # BatchNorm and DDP need two

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import cast
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.data.base import DataFingerprint
@@ -75,7 +74,7 @@ class TrainingRun:
         self._initial: TrainingState | None = None  # while the training may start again
         self._in_round = False  # candidates are trained
         self._searches = resolved.candidates > 0
-        self._worker_events = WorkerEvents(resolved.learner, self.event_log, pools.workers)
+        self._worker_events = WorkerEvents(self.event_log, pools.workers)
         for pool in pools.all:
             pool.on_wait = self._on_wait
         data, fields = DataFingerprint.of(resolved.info), job_fields(self.job)
@@ -199,19 +198,15 @@ class TrainingRun:
         return state, self._losses(state, action)
 
     def _train_steps_left(self, state: StateRef, action: TrainEpoch) -> StateRef:
-        """Train the steps that neither an interrupted run nor the workers before a death did."""
-        while True:
-            done = self._epoch.train.steps if self._epoch.train else 0
-            command = MainTrain(state, action.epoch, action.steps.after(done))
-            with self._epoch.stopwatch.measure("main_train_s"):
-                outcome = self.pools.main_training.train(
-                    command, check=self._epoch.round_record is not None
-                )
-            self._add_main_training(command, outcome)
-            state = outcome.state
-            if outcome.totals.steps == len(command.steps.lrs) or self.stop.error is not None:
-                return state
-            self._worker_events.continued(command, outcome.totals.steps)
+        """Train the steps that an interrupted run has not done."""
+        done = self._epoch.train.steps if self._epoch.train else 0
+        command = MainTrain(state, action.epoch, action.steps.after(done))
+        with self._epoch.stopwatch.measure("main_train_s"):
+            outcome = self.pools.main_training.train(
+                command, check=self._epoch.round_record is not None
+            )
+        self._add_main_training(command, outcome)
+        return outcome.state
 
     def _losses(self, state: StateRef, action: TrainEpoch) -> EpochLosses:
         """Score the validation split where the policy asks for it or a plateau follows it."""
@@ -234,8 +229,7 @@ class TrainingRun:
             raise
 
     def _add_main_training(self, command: MainTrain, outcome: TrainingOutcome) -> None:
-        speeds = cast("list[float]", outcome.parallel.get("speeds") or [])
-        self._worker_events.trained(command.epoch, outcome.workers, speeds)
+        self._worker_events.trained(command.epoch, outcome.workers)
         self.pools.states.keep(outcome.state)
         self._epoch.add(command, outcome)
         progress = self.progress.add_samples(kept=outcome.totals.samples)

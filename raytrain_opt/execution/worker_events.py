@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raytrain_opt.pools.commands import MainTrain
 from raytrain_opt.pools.protocol import Pool
 from raytrain_opt.recording.recorder import EventLog
 from raytrain_opt.search.policy import Candidate, TryCandidates
-from raytrain_opt.train.learner_config import LearnerConfig
 
 
 class WorkerEvents:
     """Logs changes; `at_work` is the number of workers in the latest epoch."""
 
-    def __init__(self, config: LearnerConfig, event_log: EventLog, workers: Pool) -> None:
-        self._config, self._event_log, self._size = config, event_log, workers.size
-        self._imbalance_reported = False
+    def __init__(self, event_log: EventLog, workers: Pool) -> None:
+        self._event_log, self._size = event_log, workers.size
         self.at_work = workers.size
 
-    def trained(self, epoch: int, workers: int, speeds: Sequence[float]) -> None:
-        """Log another number of workers, and once that micro-batches are too coarse for them."""
+    def trained(self, epoch: int, workers: int) -> None:
+        """Log another number of workers."""
         before, self.at_work = self.at_work, workers
         if workers != before:
             self._event_log.log(
@@ -29,19 +26,6 @@ class WorkerEvents:
                 f"epoch {epoch}: running on {workers} of {self._size} workers; "
                 "global batch size unchanged",
             )
-        text = self._config.imbalance(speeds) if speeds else None
-        if text is not None and not self._imbalance_reported:
-            self._event_log.log("imbalance", epoch, f"epoch {epoch}: {text}")
-            self._imbalance_reported = True
-
-    def continued(self, command: MainTrain, done: int) -> None:
-        """Log that the epoch continues after `done` steps of this command."""
-        self._event_log.log(
-            "continued",
-            command.epoch,
-            f"epoch {command.epoch}: a worker died or was cut off; training continues after step "
-            f"{command.steps.first + done} of {command.steps.end}, which another worker still had",
-        )
 
     def lost(self, action: TryCandidates, candidates: Sequence[Candidate], pool: Pool) -> None:
         """Log that the slots of these candidates died too often."""

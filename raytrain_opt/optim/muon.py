@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal, cast
 
 import torch
@@ -42,6 +43,8 @@ from raytrain_opt.optim.batched import BatchedOptimizer, split_evenly
 
 # Jordan's, which raise small singular values fastest; they end between 0.7 and 1.2, not at 1.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+# Matrices that are computed together, at most: few kernels, and many batches to share.
+_BATCH = 4
 
 
 class Muon(BatchedOptimizer):
@@ -142,14 +145,15 @@ class Muon(BatchedOptimizer):
         """Return the results of (4), by index; of all matrices, whoever computed them."""
         shapes = [matrix.shape for matrix in matrices]
         owned = split_work(shapes, dist.get_world_size() if self.distributed else 1)
-        own = owned[dist.get_rank() if self.distributed else 0]
         results: dict[int, Tensor] = {}
-        for indices in _equal_shapes(own, shapes):
+        for indices in owned[dist.get_rank() if self.distributed else 0]:
             batch = torch.stack([matrices[i] for i in indices]).to(dtype)
             batch = orthogonalize(batch, steps=group["ns_steps"], eps=group["eps"])
             results |= zip(indices, batch, strict=True)
         if self.distributed:
-            return _exchange(results, shapes, owned, matrices[0].new_empty(0, dtype=dtype))
+            indices_by_rank = [sorted(chain.from_iterable(batches)) for batches in owned]
+            like = matrices[0].new_empty(0, dtype=dtype)
+            return _exchange(results, shapes, indices_by_rank, like)
         return results
 
     def _update_others(self, params: list[Any], group: dict[str, Any]) -> None:
@@ -207,9 +211,18 @@ def orthogonalization_flops(shapes: Iterable[torch.Size], steps: int = 5) -> int
     return flops
 
 
-def split_work(shapes: Sequence[torch.Size], ranks: int) -> list[list[int]]:
-    """Return the indices of the matrices that each rank orthogonalizes, about equal in work."""
-    return split_evenly([min(shape) * shape.numel() for shape in shapes], ranks)
+def split_work(shapes: Sequence[torch.Size], ranks: int) -> list[list[list[int]]]:
+    """Return the batches of matrices, as indices, of each rank, about equal in work.
+
+    The batches are the same for any number of ranks, because a kernel may round by their size.
+    """
+    batches = [
+        indices[start : start + _BATCH]
+        for indices in _equal_shapes(range(len(shapes)), shapes)
+        for start in range(0, len(indices), _BATCH)
+    ]
+    costs = [len(batch) * min(s := shapes[batch[0]]) * s.numel() for batch in batches]
+    return [[batches[i] for i in own] for own in split_evenly(costs, ranks)]
 
 
 def _exchange(

@@ -25,7 +25,6 @@ from raytrain_opt.pools.commands import (
 from raytrain_opt.pools.protocol import States
 from raytrain_opt.results import EvalTotals, Steps, TrainTotals
 from raytrain_opt.search.policy import Candidate, CandidateResult, TryCandidates
-from raytrain_opt.train.data_parallel import sum_over_ranks
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.phase import lone_failure
@@ -51,10 +50,6 @@ class LearnerHandler:
             raise
         finally:
             self.learner.release_memory()
-
-    def steps_before_failure(self, _: Command) -> Callable[[], object] | None:
-        """Return None: what is repeated gives the same bits."""
-        return None
 
     @property
     def failure(self) -> Exception | None:
@@ -101,9 +96,9 @@ class LearnerHandler:
 class CandidateTrainer(LearnerHandler):
     """Trains candidates from one state and keeps the best state in host memory.
 
-    `index`: number of the slot or rank of the worker. `micro_batches`: what it computes of each
-    global batch. `world_size`: of the process group in which all train each candidate together;
-    None for a slot, which trains alone.
+    `index`: number of the slot or rank of the worker. `micro_batches`: what it, or its group,
+    computes of each global batch. `world_size`: of the process group in which all train each
+    candidate together; None for a slot, which trains alone.
     """
 
     def __init__(
@@ -183,7 +178,7 @@ class CandidateTrainer(LearnerHandler):
     ) -> CandidateResult:
         """Train the candidate and score it."""
         learner, slot = self.learner, self.index if self._alone else -1
-        trained = sum_over_ranks(self._train(plan, candidate, on_step), learner.device)
+        trained = self._train(plan, candidate, on_step)
         part = learner.evaluate("validation", self._rank, self.world_size)
         scored = learner.add_ranks(part)
         return CandidateResult.of(candidate, trained, scored, slot)
@@ -194,7 +189,7 @@ class CandidateTrainer(LearnerHandler):
         totals = self.learner.train(
             plan.epoch, self._steps(plan, candidate), self._micro_batches, on_step, search=True
         )
-        self.learner.sync_batch_norm_stats(fresh=plan.fresh_statistics)
+        self.learner.finish_phase(fresh=plan.fresh_statistics)
         return totals
 
     def _steps(self, plan: TryCandidates, candidate: Candidate) -> Steps:

@@ -146,7 +146,7 @@ class MainTrainReply:
     totals: TrainTotals  # over all workers
     loaded_sha256: str | None  # of the state it began with; None if that was its own
     timings_s: dict[str, float]
-    state: StateRef | None  # from rank 0; after a death, from those that have it
+    state: StateRef | None  # from rank 0
     parallel: dict[str, object] = field(default_factory=dict)  # how gradients were exchanged
 
 
@@ -235,7 +235,7 @@ class Reply:
     sender: Sender
     number: int
     value: Any  # pickled, unless it has a reference to a state, which Ray has to count
-    failed: bool = False  # it is a Failure or StateLost, or ends the command after a part of it
+    failed: bool = False  # it is a Failure or StateLost
     time: CommandTime | None = None
 
 

@@ -6,9 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
@@ -20,7 +18,6 @@ from ray.train import (
     PreemptionError,
     RunConfig,
     ScalingConfig,
-    UserCallback,
     WorkerGroupError,
 )
 from ray.tune.progress_reporter import TrialProgressCallback
@@ -33,10 +30,6 @@ from raytrain_opt.pools.resident import peer_failure_grace_s, report_lost, serve
 
 # Ray learns of resources that became free within seconds; 15 also on a busy machine.
 _PLACEMENT_LIMIT_S = 15.0
-
-# A worker learns from a closed connection that another one died. Its state of many GiB is copied,
-# and fetched by the driver.
-_NOTICE_S, _HAND_OVER_S = 1.0, 120.0
 
 
 def run_workers(config: ResidentConfig, trainer: Callable[..., Any]) -> None:
@@ -80,7 +73,6 @@ def _fit(
     size: int,
     failures: FailureConfig,
 ) -> None:
-    callbacks: Any = [_HandOver(config.mailbox)] if config.hands_over else None
     training = trainer(
         train_loop_per_worker=_worker_main,
         train_loop_config={"config": config},
@@ -93,22 +85,9 @@ def _fit(
             name=f"workers-{config.run_id}{suffix}",
             storage_path=config.ray_storage_path,
             failure_config=failures,
-            callbacks=callbacks,
         ),
     )
     without_cleaner(training).fit()
-
-
-class _HandOver(UserCallback):
-    """Lets workers whose peer died hand over their state before Ray Train ends the group."""
-
-    def __init__(self, mailbox: Any) -> None:
-        self._mailbox = mailbox
-
-    def after_exception(self, run_context: object, worker_exceptions: object) -> None:
-        time.sleep(_NOTICE_S)
-        with suppress(ray.exceptions.RayError):  # too slow, or the run ends
-            ray.get(self._mailbox.handed_over.remote(WORKER_POOL), timeout=_HAND_OVER_S)
 
 
 def _worker_main(arguments: dict[str, Any]) -> None:

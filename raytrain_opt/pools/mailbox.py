@@ -102,7 +102,6 @@ class CommandBoard:
     replies: dict[int, Any] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)  # who could not execute it
     stopping: bool = False  # before its last step
-    handing_over: set[Sender] = field(default_factory=set)  # after the death of another
     posted: Signal = field(default_factory=Signal)
     replied: Signal = field(default_factory=Signal)
 
@@ -112,7 +111,6 @@ class CommandBoard:
             return False
         self.number, self.command, self.replies, self.failed = number, command, {}, set()
         self.collected, self.stopping = False, False
-        self.handing_over.clear()
         self.posted.notify()
         self.replied.notify()
         return True
@@ -333,23 +331,6 @@ class Mailbox:
         board.replies[index] = reply.value
         if reply.failed:
             board.failed.add(index)
-
-    async def begin_hand_over(self, sender: Sender, number: int) -> None:
-        """Expect a part of this command from a worker whose peer died, until the next command."""
-        board = self._board(sender[0])
-        if number == board.number:
-            board.handing_over.add(sender)
-
-    async def cancel_hand_over(self, sender: Sender) -> None:
-        """Expect no part of this worker any more."""
-        board = self._board(sender[0])
-        board.handing_over.discard(sender)
-        board.posted.notify()
-
-    async def handed_over(self, pool: str) -> None:
-        """Return when the driver has what residents of the pool are handing over."""
-        board = self._board(pool)
-        await board.posted.wait_for(lambda: not board.handing_over)
 
     async def shared(self) -> list[Any] | None:
         """Return where the in-memory data set is."""

@@ -138,11 +138,6 @@ class ResidentConfig:
         """Seconds that a resident may take to leave when its pool is closed."""
         return self.timeouts.stop_s / 2
 
-    @property
-    def hands_over(self) -> bool:
-        """Whether workers whose peer died hand over their state: gloo tells them of a death."""
-        return self.learner.parallel.measures_shares and not self.plan.use_gpu
-
     def fetch_inputs(self) -> tuple[LearnerConfig, SharedData]:
         """Return the settings with the user's objects, and the data that a node's processes share.
 

@@ -138,22 +138,18 @@ class SynchronousTraining:
         self._workers = workers
 
     def train(self, command: MainTrain, *, check: bool) -> TrainingOutcome:
-        """Train the steps on all workers. Digests cost no time: workers hash while they train.
-
-        Where a worker died, the outcome may be that of the steps before (`Worker`).
-        """
+        """Train the steps on all workers. Digests cost no time: workers hash while they train."""
         by_rank: dict[int, MainTrainReply] = self._workers.command(command)
         replies = [reply for _, reply in sorted(by_rank.items())]
-        # One that had its last gradients before the death may be a step further.
-        last = max((r for r in replies if r.state), key=lambda reply: reply.totals.steps)
-        assert last.state is not None
+        first = replies[0]
+        assert first.state is not None
         return TrainingOutcome(
-            last.state,
-            last.totals,
+            first.state,
+            first.totals,
             tuple(reply.loaded_sha256 for reply in replies),
             slowest([{**r.timings_s, "compute_s": r.totals.duration_s} for r in replies]),
-            cast(int, last.parallel["workers"]),
-            last.parallel,
+            cast(int, first.parallel["workers"]),
+            first.parallel,
         )
 
     def evaluate(self, state: StateRef, split: Split = "test") -> EvalTotals:

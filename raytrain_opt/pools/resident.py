@@ -22,7 +22,6 @@ import ray
 from ray import cloudpickle
 
 from raytrain_opt.clock import monotonic_s
-from raytrain_opt.cluster.connection import answer
 from raytrain_opt.errors import is_lost_connection
 from raytrain_opt.pools.commands import (
     Close,
@@ -37,7 +36,6 @@ from raytrain_opt.pools.commands import (
     Reply,
     Report,
     Resident,
-    Sender,
     StateLost,
     state_in,
     to_failure,
@@ -90,17 +88,6 @@ class ResidentMailbox:
         """Send messages during a command; return what the residents have to do."""
         return cast(Instruction, ray.get(self._actor.receive.remote(messages)))
 
-    def hand_over(self, sender: Sender, number: int, make_part: Callable[[], object]) -> None:
-        """Send a reply for a part of a command, if there is one; the driver waits for no other.
-
-        Ray Train, which is about to end this process, waits for it (`launch_pools`).
-        """
-        answer(self._actor.begin_hand_over.remote(sender, number))
-        if part := make_part():
-            answer(self._actor.receive.remote([Reply(sender, number, part, failed=True)]))
-        else:
-            answer(self._actor.cancel_hand_over.remote(sender))
-
 
 def report_lost(actor: Any, pool: str, index: int) -> None:
     """Tell the mailbox of a death before the restarted process joins; return when it knows."""
@@ -112,9 +99,6 @@ class Handler(Protocol):
 
     def handle(self, command: Command, on_step: OnStep) -> Any:
         """Execute the command and return the reply. Call `on_step(done, total)` before a step."""
-
-    def steps_before_failure(self, command: Command) -> Callable[[], object] | None:
-        """Return what makes a reply for the steps done before a peer died; None to repeat all."""
 
     @property
     def failure(self) -> Exception | None:
@@ -294,7 +278,7 @@ class CommandLoop:
         except ray.exceptions.ObjectLostError as error:
             value = StateLost(str(error))
         except Exception as error:  # noqa: BLE001
-            value = self._fail(error, handler, number, command)
+            value = self._fail(error, number)
         self._work = None
         return self._reply(
             number, value, CommandTime(monotonic_s() - start_s, getattr(value, "timings_s", {}))
@@ -306,7 +290,7 @@ class CommandLoop:
             value = cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
         return Reply(self.resident.sender, number, value, failed, time)
 
-    def _fail(self, error: Exception, handler: Handler, number: int, command: Command) -> Failure:
+    def _fail(self, error: Exception, number: int) -> Failure:
         """Return an exception as a reply; raise it if a peer died.
 
         It is a reply, not a restart, because the same command would fail again. Other ranks of a
@@ -315,11 +299,8 @@ class CommandLoop:
         if self._closed.is_set():  # the others left first, and a collective broke
             raise PoolClosed
         if isinstance(error, RuntimeError):  # what collectives raise
-            lost_connection = is_lost_connection(error)
-            if lost_connection and (make := handler.steps_before_failure(command)):
-                self.mailbox.hand_over(self.resident.sender, number, make)
             self._closed.wait(self.peer_failure_grace_s)
-            if lost_connection and not self._closed.is_set():
+            if is_lost_connection(error) and not self._closed.is_set():
                 raise error  # nobody died: let Ray start the process group anew
         failure = to_failure(error)
         if self.group.size > 1:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +25,6 @@ from raytrain_opt.pools.protocol import States
 from raytrain_opt.results import EvalTotals, Probe, Steps
 from raytrain_opt.search.policy import Candidate, TryCandidates
 from raytrain_opt.train.batch_size_probe import measure, open_probe_sampler, probed_training
-from raytrain_opt.train.data_parallel import sum_over_ranks
 from raytrain_opt.train.kernels import autocast_dtype
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -43,9 +40,7 @@ class Worker(CandidateTrainer):
     def __init__(
         self, learner: Learner, rank: int, world_size: int, connect_s: float, states: States
     ) -> None:
-        micro_batches = MicroBatches.for_rank(
-            rank, [1.0] * world_size, learner.config.worker_count
-        )
+        micro_batches = MicroBatches.all(learner.config.micro_batches)
         super().__init__(learner, rank, states, micro_batches, world_size)
         self._connect_s = connect_s
         self._start_s: float | None = None
@@ -69,26 +64,6 @@ class Worker(CandidateTrainer):
                 return self._evaluate(command, on_step)
         return super()._execute(command, on_step)
 
-    def steps_before_failure(self, command: Command) -> Callable[[], object] | None:
-        """Return what makes the reply for the steps of a main training before another one died.
-
-        Only where repeating them would not give the same bits anyway. The first rank sends their
-        state, and the second one, in case it was the first that died.
-        """
-        measured = self.learner.config.parallel.measures_shares
-        if isinstance(command, MainTrain) and measured and self.index < 2:
-            return partial(self._reply_for_steps_done, command)
-        return None
-
-    def _reply_for_steps_done(self, command: MainTrain) -> MainTrainReply | None:
-        totals = self.learner.end_broken_phase()
-        if totals is None or totals.steps == len(command.steps.lrs):
-            return None
-        stopwatch = Stopwatch()
-        with stopwatch.measure("hand_over_s"):
-            ref = self._send_state(_state_id(command, totals.steps))
-        return MainTrainReply(totals, None, stopwatch.timings_s, ref, self._describe_parallel())
-
     def _main_train(self, command: MainTrain, on_step: OnStep) -> MainTrainReply:
         stopwatch = Stopwatch()
         timings_s, total = stopwatch.timings_s, len(command.steps.lrs)
@@ -104,8 +79,8 @@ class Worker(CandidateTrainer):
         timings_s["data_wait_s"] = totals.data_wait_s
         timings_s["compute_s"] = totals.duration_s - totals.data_wait_s
         with stopwatch.measure("average_s"):
-            self.learner.sync_batch_norm_stats()
-            totals = sum_over_ranks(totals, self.learner.device)
+            if totals.steps == total:
+                self.learner.finish_phase()
         self._live_id = _state_id(command, totals.steps)
         with stopwatch.measure("hand_over_s"):
             ref = self._send_state(self._live_id) if self.index == 0 else None
@@ -145,8 +120,10 @@ class Slot(CandidateTrainer):
     def __init__(
         self, learner: Learner, index: int, states: States, candidate_batch: CandidateBatch | None
     ) -> None:
-        count = learner.config.worker_count
-        indices = range(1 if candidate_batch == "local" else count)
+        config = learner.config
+        count = config.micro_batches
+        local = max(1, count // config.worker_count)
+        indices = range(local if candidate_batch == "local" else count)
         super().__init__(learner, index, states, MicroBatches(indices, count))
         self._sampler: Sampler | None = None  # of a slot that probes
 

@@ -399,8 +399,6 @@ class Event(Record):
     kind: str = Field(
         description=(
             "`restarted` (a process), `lost` (a slot, for good), `fewer` or `more` (workers), "
-            "`continued` (after a worker died, within an epoch), "
-            "`imbalance` (micro-batches too coarse for the workers' speeds), "
             "`storage` (refused copies, then took one), `callback` (one failed), `optimizer` (one "
             "is left out of the search), `overfitting` (more weight decay), `collapsed` ("
             "training starts again at a lower rate), `diverged` (what such a training raised), "

@@ -299,10 +299,9 @@ def _failures(run: RunRecords) -> Iterator[str]:
         yield (
             f"{times(len(restarts), 'restart')} of processes: {names}. About "
             f"{duration(sum(silent_s.values()))} passed between the last sign of life and the "
-            "restart; the interrupted commands were repeated from the same state, or continued "
-            "as listed below"
+            "restart; the interrupted commands were repeated from the same state"
         )
-    for kind in ("diverged", "collapsed", "continued", "lost", "fewer", "imbalance"):
+    for kind in ("diverged", "collapsed", "lost", "fewer"):
         yield from (event.text for event in run.events if event.kind == kind)
 
 

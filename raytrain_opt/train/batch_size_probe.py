@@ -262,7 +262,9 @@ class _Loop:
                 loss = training.loss(batch) / micro_batches
             with meter.micro_batch():
                 training.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        return meter.finish(micro_batches, training.scaler.scale)
+        mean_square = meter.take().sum() * micro_batches
+        scale_square = training.scaler.scale(torch.ones_like(mean_square)).square()
+        return torch.stack((mean_square, meter.square_of_sum())) / scale_square
 
     def timings_s(self) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Return the seconds of each part of each timed step, [step, part]."""

@@ -210,7 +210,6 @@ def write_checkpoint(
         "optimizer": optimizer_state_dict(state),
         "optimizer_index": state.plain["optimizer_index"],
         "scaler": state.plain["scaler"],
-        "stopped": state.plain["stopped"],
         "progress": progress,
     }
     return {
@@ -294,7 +293,6 @@ def read_checkpoint(folder: Path) -> tuple[TrainingState, dict[str, Any]]:
             rest["scaler"],
             copy=False,
             optimizer_index=rest["optimizer_index"],
-            stopped=rest["stopped"],
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise _unreadable(folder / _REST, error) from error

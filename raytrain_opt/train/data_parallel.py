@@ -1,38 +1,39 @@
-"""Data parallelism of one process: a single process, or DistributedDataParallel (DDP); sums."""
+"""Data parallelism of one process: a single process, or DistributedDataParallel (DDP); sums.
+
+Gradients and buffers are added along one tree, in a single process as between several
+(`train.tree_sum`), so the shares of the workers do not change a bit of the result.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from inspect import signature
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
-    allreduce_hook,
-    bf16_compress_hook,
-    fp16_compress_hook,
-)
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.updates import ParallelSection
-from raytrain_opt.errors import DataError, JobError, Problem
-from raytrain_opt.results import EvalTotals, TrainTotals
+from raytrain_opt.errors import DataError, JobError
+from raytrain_opt.results import EvalTotals
 from raytrain_opt.threads import start_thread
+from raytrain_opt.train.batch_norm import StepBuffers
 from raytrain_opt.train.gradient_noise import NoiseTracker, Pair, Scale
-from raytrain_opt.train.load_balance import LoadBalance, MeasuredShares
+from raytrain_opt.train.load_balance import LoadBalance
 from raytrain_opt.train.micro_batches import MicroBatches
+from raytrain_opt.train.phase import first_failure
 from raytrain_opt.train.step_check import unused_parameters
 from raytrain_opt.train.task import Task, aggregate, aggregates, metric_of
-
-Totals = TypeVar("Totals", bound=TrainTotals | EvalTotals)
+from raytrain_opt.train.tree_sum import TreeExchange, TreeSum, additions_after
 
 _DDP_ARGUMENTS = signature(DistributedDataParallel).parameters
 # torch 2.15 gave `broadcast_buffers` a new name and warns about the old one.
@@ -41,10 +42,7 @@ _SYNC_BUFFERS: dict[str, Any] = {
     if "forward_sync_buffers" in _DDP_ARGUMENTS
     else "broadcast_buffers": False
 }
-_COMPRESSION: dict[str, tuple[torch.dtype, Callable[..., Any]]] = {
-    "bf16": (torch.bfloat16, bf16_compress_hook),
-    "fp16": (torch.float16, fp16_compress_hook),
-}
+_COMPRESSION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Elements of the first messages: NCCL uses separate connections for small and large ones.
 _FIRST_MESSAGES = {"cpu": (1,), "cuda": (1, 25 * 2**18)}
 
@@ -55,37 +53,58 @@ class Parallel:
     distributed = False
     forward: nn.Module
 
-    speeds: Sequence[float] = ()  # of the workers, by rank
-
     def __init__(self, model: nn.Module, section: ParallelSection) -> None:
-        self.forward = model
-        self._indices = range(0)
+        self.forward = self._model = model
+        # Each micro-batch's gradients are rounded to this type, so every sum is.
+        self._dtype = _COMPRESSION.get(section.compression)
+        self._buffers = StepBuffers(model)
+        self.begin_phase(0, MicroBatches.all(1), lambda loss: loss)
 
     def begin_phase(
-        self,
-        steps: int,
-        micro_batches: MicroBatches,
-        scale: Scale,
-        read_ahead: Callable[[], int],
-        search: bool = False,
+        self, steps: int, micro_batches: MicroBatches, scale: Scale, search: bool = False
     ) -> None:
         """Begin a phase of `steps` complete batches.
 
-        Losses are multiplied by `scale`, loaders are `read_ahead` ahead. In a `search` a
-        micro-batch may raise.
+        Losses are multiplied by `scale`. In a `search` a micro-batch may raise.
         """
-        self._indices = micro_batches.indices
+        self._begin_phase(micro_batches.indices, micro_batches)
 
-    def indices(self, update: int) -> range:
-        """Return which micro-batches this process computes in an update of the phase, from 0."""
-        return self._indices
+    def _begin_phase(self, share: range, micro_batches: MicroBatches) -> None:
+        self.indices = share  # the micro-batches of each step that this process computes
+        # Losses are divided by the number of micro-batches, so that the sum is the mean.
+        self._count = self.divisor = len(micro_batches.indices)
+        self._buffers.begin_phase(share, self._count)
+        self._gradients = TreeSum(share, self._count)
 
-    def accumulate(self, last: bool) -> AbstractContextManager[None]:
-        """Wrap forward and backward of one micro-batch; `last` marks the last of an update."""
-        return nullcontext()
+    @contextmanager
+    def forward_pass(self, number: int) -> Iterator[None]:
+        """Wrap what changes the model's buffers in one micro-batch."""
+        self._buffers.begin(number)
+        yield
+        self._buffers.take(number)
+
+    @contextmanager
+    def accumulate(self, number: int) -> Iterator[None]:
+        """Wrap forward and backward of one micro-batch."""
+        with self.forward_pass(number):
+            yield
+        if self._count > 1 or self._dtype is not None:
+            self._take_gradients(number)
 
     def finish_backward(self) -> None:
         """Send no gradients in place of those that are missing, where a micro-batch raised."""
+
+    def end_backward(self) -> None:
+        """Give each parameter the gradient of the step, and the model its buffers."""
+        for total in self._gradients.nodes:
+            for parameter, gradient in total.items():
+                parameter.grad = gradient.to(parameter.dtype)
+        self._gradients = TreeSum(self.indices, self._count)
+        self.end_forward()
+
+    def end_forward(self) -> None:
+        """Give the model the buffers of the step, after all its forward passes."""
+        self._buffers.end_step(lambda _: None)
 
     def after_step(self) -> None:
         """Call this after each update."""
@@ -98,65 +117,67 @@ class Parallel:
         """Return what was chosen and measured, for the records."""
         return {}
 
+    def _take_gradients(self, number: int) -> None:
+        gradients = {p: p.grad for p in self._model.parameters() if p.grad is not None}
+        for parameter in gradients:
+            parameter.grad = None
+        if self._dtype is not None:
+            gradients = {p: gradient.to(self._dtype) for p, gradient in gradients.items()}
+        self._gradients.add(number, gradients)
+
 
 class DataParallel(Parallel):
     """DistributedDataParallel, which sends gradients in buckets during the backward pass.
 
-    BatchNorm statistics stay per process, and gradients are views of the buckets.
+    Gradients are views of the buckets.
     """
 
     distributed = True
     forward: DistributedDataParallel
 
     def __init__(self, model: nn.Module, section: ParallelSection) -> None:
-        self._model, self._section = model, section
+        self._section = section
         self._device = next(model.parameters()).device
-        self._has_updated = self._last = False
+        self._has_updated = False
         # In a search: of the parameters whose gradients the current micro-batch has computed.
         self._accumulated: set[nn.Parameter] = set()
         self._hooks: list[RemovableHandle] = []
-        world_size = dist.get_world_size()
-        self._balance = (
-            MeasuredShares(world_size, self._device)
-            if section.measures_shares
-            else LoadBalance(section.speeds or [1.0] * world_size)
-        )
+        needs_all = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+        self._balance = LoadBalance(self._device, equal=needs_all)
         self._noise = NoiseTracker(model)
+        self._sender = _SideStream(self._device) if self._device.type == "cuda" else _Thread()
+        super().__init__(model, section)
         self.forward = self._wrap()
 
-    @property
-    def speeds(self) -> Sequence[float]:
-        return self._balance.speeds
-
-    @speeds.setter
-    def speeds(self, speeds: Sequence[float]) -> None:
-        self._balance.speeds = speeds
-
     def begin_phase(
-        self,
-        steps: int,
-        micro_batches: MicroBatches,
-        scale: Scale,
-        read_ahead: Callable[[], int],
-        search: bool = False,
+        self, steps: int, micro_batches: MicroBatches, scale: Scale, search: bool = False
     ) -> None:
         while self._hooks:
             self._hooks.pop().remove()
         if search:
             trained: list[Any] = [p for p in self._model.parameters() if p.requires_grad]
             self._hooks = [p.register_post_accumulate_grad_hook(self._note) for p in trained]
-        self._balance.begin_phase(micro_batches.count, read_ahead)
-        self._noise.begin_phase(steps, micro_batches.divisor, scale)
-
-    def indices(self, update: int) -> range:
-        return self._balance.indices(update)
+        count = len(micro_batches.indices)
+        # A group of one has one share, also before there are as many micro-batches as workers.
+        self._balance.share(max(count, dist.get_world_size()))
+        shares, rank = self._balance.shares, dist.get_rank()
+        self._exchange = TreeExchange(shares, count)
+        self._begin_phase(shares[rank], micro_batches)
+        self._balance.begin_measurement()
+        self._noise.begin_phase(steps, count, scale)
 
     @contextmanager
-    def accumulate(self, last: bool) -> Iterator[None]:
+    def accumulate(self, number: int) -> Iterator[None]:
         """Wrap one micro-batch; gradients are exchanged in the last one of an update."""
-        self._last, self._accumulated = last, set()
-        with self._noise.micro_batch(last), nullcontext() if last else self.forward.no_sync():
+        self._last, self._accumulated = number == self.indices[-1], set()
+        with (
+            self.forward_pass(number),
+            self._noise.micro_batch(),
+            nullcontext() if self._last else self.forward.no_sync(),
+        ):
             yield
+        if not self._last:
+            self._take_gradients(number)
 
     def _note(self, parameter: nn.Parameter) -> None:
         self._accumulated.add(parameter)
@@ -178,6 +199,15 @@ class DataParallel(Parallel):
         missing = [p for p in trained if p not in self._accumulated]
         torch.autograd.backward(missing, [torch.zeros_like(p) for p in missing])
 
+    def end_backward(self) -> None:
+        self._sender.raise_failure()
+        self._gradients = TreeSum(self.indices, self._count)
+        self._noise.end_update(self.indices)
+        self.end_forward()
+
+    def end_forward(self) -> None:
+        self._buffers.end_step(self._exchange.reduce)
+
     def after_step(self) -> None:
         """Raise JobError for parameters without a gradient, for which other workers would wait."""
         named = self._model.named_parameters()
@@ -188,16 +218,15 @@ class DataParallel(Parallel):
         self._balance.after_update()
 
     def end_phase(self) -> tuple[Pair, ...]:
-        self._balance.end_phase()
+        self._balance.end_measurement()
         return self._noise.end_phase()
 
     def report(self) -> dict[str, object]:
-        section, largest = self._section, max(self.speeds)
+        section, largest = self._section, max(self._balance.speeds)
         return {
             "mode": section.mode,
-            "speeds": None
-            if section.equal_shares
-            else [round(v / largest, 3) for v in self.speeds],
+            "speeds": [round(v / largest, 3) for v in self._balance.speeds],
+            "micro_batches": [len(share) for share in self._balance.shares],
             "gradient_buckets": section.gradient_buckets,
             "compression": section.compression,
         }
@@ -210,22 +239,111 @@ class DataParallel(Parallel):
             **_SYNC_BUFFERS,
             **bucket_arguments(self._section.gradient_buckets),
         )
-        _, hook = _COMPRESSION.get(self._section.compression, (None, allreduce_hook))
-        if isinstance(self._balance, MeasuredShares):
-            ddp.register_comm_hook(None, self._timed(hook))
-        elif self._section.compression != "none":
-            ddp.register_comm_hook(None, hook)
+
+        def exchange(_: None, bucket):  # type: ignore[no-untyped-def]  # DDP checks the types
+            return self._exchange_bucket(bucket)
+
+        ddp.register_comm_hook(None, exchange)
         return ddp
 
-    def _timed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a hook that also notes when the last gradients of an update are computed."""
+    def _exchange_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Add the last micro-batch's gradients to the others, here and of all ranks."""
+        if bucket.is_last():
+            self._balance.on_gradients()
+        result = bucket.buffer()
+        total = result if self._dtype is None else result.to(self._dtype)
+        *nodes, total = self._complete_nodes(bucket, total)
 
-        def note_and_exchange(state, bucket):  # type: ignore[no-untyped-def]  # DDP checks types
-            if bucket.is_last():
-                self._balance.on_gradients()
-            return hook(state, bucket)
+        def send() -> Tensor:
+            self._exchange.reduce([*nodes, total])
+            return result if total is result else result.copy_(total)
 
-        return note_and_exchange
+        return self._sender.submit(send, result)
+
+    def _complete_nodes(self, bucket: GradBucket, last: Tensor) -> list[Tensor]:
+        """Return this rank's nodes; `last` has the gradients of its last micro-batch."""
+        nodes, parameters = list(self._gradients.nodes), bucket.parameters()
+        for _ in range(additions_after(self.indices[-1], self.indices[0], self._count)):
+            _add_to(_views(bucket, last), nodes.pop(), parameters)
+        flat = [torch.zeros_like(last) for _ in nodes]
+        for tensor, node in zip(flat, nodes, strict=True):
+            _add_to(_views(bucket, tensor), node, parameters)
+        return [*flat, last]
+
+
+def _views(bucket: GradBucket, flat: Tensor) -> list[Tensor]:
+    """Return views of a tensor like the bucket's, shaped as the gradients in it.
+
+    A gradient lies there as its parameter does in memory, if that is dense.
+    """
+    parameters = bucket.parameters()
+    parts = torch.split(flat, [parameter.numel() for parameter in parameters])
+    return [
+        part.as_strided(p.shape, p.stride()) if _is_dense(p) else part.view(p.shape)
+        for part, p in zip(parts, parameters, strict=True)
+    ]
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    last = sum((size - 1) * s for size, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return last + 1 == tensor.numel()
+
+
+def _add_to(
+    views: Sequence[Tensor], node: dict[Any, Tensor], parameters: Sequence[Tensor]
+) -> None:
+    pairs = [(v, node[p]) for v, p in zip(views, parameters, strict=True) if p in node]
+    if pairs:
+        torch._foreach_add_([view for view, _ in pairs], [value for _, value in pairs])
+
+
+class _Thread:
+    """Sends in a thread, in order, while the backward pass goes on."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "exchange")
+        self._failure: Exception | None = None
+
+    def submit(self, send: Callable[[], Tensor], fallback: Tensor) -> torch.futures.Future[Tensor]:
+        """Return what `send` will return; `fallback` after an exception."""
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+
+        def run() -> None:
+            result = fallback
+            try:
+                if self._failure is None:
+                    result = send()
+            except Exception as error:  # noqa: BLE001 - raised in the training's thread
+                self._failure = error
+            future.set_result(result)
+
+        self._thread.submit(run)
+        return future
+
+    def raise_failure(self) -> None:
+        """Raise what `send` raised: DDP would lose it."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+
+class _SideStream:
+    """Sends on a CUDA stream of its own, while the backward pass goes on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def submit(self, send: Callable[[], Tensor], fallback: Tensor) -> torch.futures.Future[Tensor]:
+        """Return what `send` will return; whoever uses it waits on the device."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self._device])
+        with torch.cuda.stream(self._stream):
+            future.set_result(send())
+        return future
+
+    def raise_failure(self) -> None:
+        """Do nothing: `submit` raises at once."""
 
 
 def begin_communicator_warmup(device: torch.device) -> Future[float]:
@@ -252,6 +370,8 @@ def _send_first_messages(device: torch.device) -> float:
             message = torch.zeros(elements, device=device)
             dist.all_reduce(message)
             dist.broadcast(message, src=0)
+            ranks = dist.get_world_size()
+            TreeExchange([range(rank, rank + 1) for rank in range(ranks)], ranks).reduce([message])
         if stream is not None:
             stream.synchronize()
     return monotonic_s() - started_s
@@ -260,17 +380,8 @@ def _send_first_messages(device: torch.device) -> float:
 def distribute(model: nn.Module, section: ParallelSection) -> DataParallel:
     """Wrap a model for data parallelism over the process group, which must be initialized.
 
-    All ranks must call this together, as it communicates. Raises JobError when the group cannot
-    add numbers of the type that `compression` needs.
+    All ranks must call this together, as it communicates.
     """
-    name, device = section.compression, next(model.parameters()).device
-    if name != "none":
-        try:
-            dist.all_reduce(torch.ones(1, dtype=_COMPRESSION[name][0], device=device))
-        except RuntimeError as error:
-            rule = f"{dist.get_backend()} cannot add such numbers on {device.type}: {error}"
-            hint = "use none, which sends gradients without compression"
-            raise JobError([Problem("parallel.compression", rule, name, hint)]) from error
     return DataParallel(model, section)
 
 
@@ -295,20 +406,14 @@ def reduce_sums(values: Sequence[float], device: torch.device) -> list[float]:
     return [float(value) for value in tensor.tolist()]
 
 
-def sum_over_ranks(totals: Totals, device: torch.device) -> Totals:
+def sum_over_ranks(totals: EvalTotals, device: torch.device) -> EvalTotals:
     """Return the totals of the process group; times are this rank's."""
-    if isinstance(totals, EvalTotals):
-        columns = (totals.samples, totals.loss_squares, *totals.sums.values())
-        samples, squares, *sums = reduce_sums(columns, device)
-        named = dict(zip(totals.sums, sums, strict=True))
-        failure = _first_failure(totals.failure, sum(sums))
-        scored = replace(totals, samples=int(samples), sums=named, loss_squares=squares)
-        return replace(scored, failure=failure)
-    values = (totals.samples, totals.loss_sum, totals.skipped)
-    samples, loss_sum, skipped = reduce_sums(values, device)
-    failure = _first_failure(totals.failure, loss_sum)
-    summed = replace(totals, samples=int(samples), loss_sum=loss_sum, skipped=int(skipped))
-    return replace(summed, failure=failure)
+    columns = (totals.samples, totals.loss_squares, *totals.sums.values())
+    samples, squares, *sums = reduce_sums(columns, device)
+    named = dict(zip(totals.sums, sums, strict=True))
+    failure = first_failure(totals.failure, sum(sums))
+    scored = replace(totals, samples=int(samples), sums=named, loss_squares=squares)
+    return replace(scored, failure=failure)
 
 
 def aggregate_ranks(task: Task, totals: EvalTotals) -> EvalTotals:
@@ -338,12 +443,3 @@ def aggregate_ranks(task: Task, totals: EvalTotals) -> EvalTotals:
     if isinstance(result[0], DataError):
         raise result[0]
     return replace(unknown, aggregated=result[0])
-
-
-def _first_failure(own: str, total: float) -> str:
-    """Return the failure of the first rank that has one, where the total of all is not finite."""
-    if math.isfinite(total) or not dist.is_initialized():
-        return own
-    of_ranks = [own] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, own)
-    return next(filter(None, of_ranks), "")

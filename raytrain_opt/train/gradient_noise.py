@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -20,16 +20,16 @@ Scale = Callable[[Tensor], Tensor]
 
 
 class GradientNormMeter:
-    """Measures one update: the gradient of each micro-batch, and their mean.
+    """Measures the gradients of micro-batches, before they are added to `grad` or sent.
 
-    Hooks read a micro-batch's gradients before they are added to `grad` or sent, so no copy is
-    needed. With SyncBatchNorm these gradients contain parts of other workers' losses, and the
-    measured noise is too small.
+    Hooks read them, so no copy is needed. With SyncBatchNorm these gradients contain parts of
+    other workers' losses, and the measured noise is too small.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._norms: list[Tensor] = []
+        self._squares: list[Tensor] = []
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
@@ -40,19 +40,19 @@ class GradientNormMeter:
         finally:
             for hook in hooks:
                 hook.remove()
-
-    def finish(self, per_worker: float, scale: Scale) -> Tensor:
-        """Return the update's `Pair` as a tensor [2], float64, on the device.
-
-        Call it when `grad` holds the mean over all micro-batches. `per_worker` is the mean
-        number of micro-batches per worker, by which their losses were divided.
-        """
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        mean_square = torch.stack(self._norms).double().square().sum() * per_worker
-        square_of_mean = get_total_norm(gradients).double().square()
+        self._squares.append(torch.stack(self._norms).double().square().sum())
         self._norms.clear()
-        scale_square = scale(torch.ones_like(mean_square)).square()
-        return torch.stack((mean_square, square_of_mean)) / scale_square
+
+    def take(self) -> Tensor:
+        """Return the squared norm of each micro-batch's gradient, float64, on the device."""
+        squares = torch.stack(self._squares)
+        self._squares.clear()
+        return squares
+
+    def square_of_sum(self) -> Tensor:
+        """Return the squared norm of `grad`, float64 []."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        return get_total_norm(gradients).double().square()
 
     def _record(self, gradient: Tensor) -> None:
         wide = torch.promote_types(gradient.dtype, torch.float32)
@@ -64,46 +64,48 @@ class NoiseTracker:
 
     Counted back from the phase's last step: a phase that goes on after a resume measures the same.
 
-    All ranks must make the same calls. Pairs stay on the device until the phase ends; then they
-    are averaged over the ranks.
+    All ranks must make the same calls. Values stay on the device until the phase ends.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._world_size = dist.get_world_size()
         self.begin_phase(0, 0, lambda loss: loss)
 
-    def begin_phase(self, steps: int, per_worker: float, scale: Scale) -> None:
+    def begin_phase(self, steps: int, count: int, scale: Scale) -> None:
         """Begin a phase of `steps` complete batches, and drop an interrupted one.
 
-        For the other arguments see `GradientNormMeter.finish`.
+        Losses are divided by `count`, the number of micro-batches, and multiplied by `scale`.
         """
-        self._per_worker, self._scale = per_worker, scale
+        self._count, self._scale = count, scale
         self._meter = GradientNormMeter(self._model)
         self._remaining = steps
-        self._pairs: list[Tensor] = []
+        self._rows: list[Tensor] = []  # [micro-batches + 1]: all squares, and the one of the sum
 
-    @contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
-        """Wrap forward and backward of one micro-batch; `last` marks the last of an update."""
-        several = self._per_worker * self._world_size > 1
+    @property
+    def _is_due(self) -> bool:
         counts = self._remaining > 0 and (self._remaining - 1) % MEASURE_EVERY == 0
-        due = several and counts
-        with self._meter.micro_batch() if due else nullcontext():
-            yield
-        if last:
-            self._remaining -= 1
-            if due:
-                self._pairs.append(self._meter.finish(self._per_worker, self._scale))
+        return self._count > 1 and counts
+
+    def micro_batch(self) -> AbstractContextManager[None]:
+        """Wrap forward and backward of one micro-batch."""
+        return self._meter.micro_batch() if self._is_due else nullcontext()
+
+    def end_update(self, indices: range) -> None:
+        """Call this when `grad` holds the sum; `indices`: what this process has computed."""
+        if self._is_due:
+            total = self._meter.square_of_sum()
+            row = total.new_zeros(self._count + 1)
+            row[indices.start : indices.stop] = self._meter.take()
+            row[-1] = total
+            self._rows.append(row / self._scale(torch.ones_like(total)).square())
+        self._remaining -= 1
 
     def end_phase(self) -> tuple[Pair, ...]:
-        """End the phase; return one pair per measured update, averaged over all workers."""
-        if not self._pairs:
+        """End the phase; return one pair per measured update."""
+        if not self._rows:
             return ()
-        own = torch.stack(self._pairs)
-        of_ranks = [torch.empty_like(own) for _ in range(self._world_size)]
-        dist.all_gather(of_ranks, own)
-        self._pairs = []
-        # An all-reduce may add in an order that depends on the number of pairs, so on a stop.
-        means = (sum(of_ranks, torch.zeros_like(own)) / self._world_size).tolist()
-        return tuple((mean_square, square_of_mean) for mean_square, square_of_mean in means)
+        own, self._rows = torch.stack(self._rows), []
+        squares = own[:, :-1].contiguous()
+        dist.all_reduce(squares)  # each has one value that is not 0, so the order does not matter
+        pairs = zip(squares.tolist(), own[:, -1].tolist(), strict=True)
+        return tuple((sum(row) * self._count, total) for row, total in pairs)

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from itertools import islice, product
-from typing import Any
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -91,9 +90,7 @@ class Learner:
         with seeded(f"{config.seed} task", device):
             self.task = build_task(config.task, config.loss, self.info, device)
         self.model = self._build_model()
-        with batch_norm.count_values_per_channel(self.model) as self._values_per_channel:
-            samples = self.data.first_samples("train")
-            names = find_metric_names(self.task, self.model, samples)
+        names = find_metric_names(self.task, self.model, self.data.first_samples("train"))
         self._evaluator = Evaluator(
             self.model, self.task, names, self.data, self.autocast, self._seed, self._attempt
         )
@@ -102,9 +99,7 @@ class Learner:
         self.parallel = distribute(self.model, config.parallel)
         self._build_optimizer(0)
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
-        self._stopped: dict[str, Any] | None = None  # see `TrainingState`
-        self._split = 1  # micro-batches per worker of the latest phase, before the batch ramp
-        self._begin_phase(1, MicroBatches(range(1), 1))
+        self._begin_phase(1, MicroBatches.all(1))
 
     def _build_model(self) -> nn.Module:
         """Return the model on its device, with its BatchNorm layers prepared."""
@@ -134,14 +129,12 @@ class Learner:
             self.scaler,
             copy=copy,
             optimizer_index=self._optimizer_index,
-            stopped=self._stopped,
         )
 
     def load(self, state: TrainingState) -> None:
         """Copy a state into the model, its optimizer and the scaler."""
         self._use_optimizer(state.plain["optimizer_index"])
         restore(state, self.model, self.optimizer, self.scaler)
-        self._stopped = state.plain["stopped"]
 
     def _use_optimizer(self, index: int) -> None:
         """Let another optimizer of the job continue, without a memory of earlier steps."""
@@ -176,44 +169,36 @@ class Learner:
     ) -> TrainTotals:
         """Train steps of `epoch`.
 
-        The gradients of several micro-batches are accumulated into one update: the result is
-        the same as if one worker per micro-batch computed it. The same arguments from the same
-        state give the same result, whatever ran before. In a `search` the validation split is
-        held out. With averaging, the model has the averaged weights afterwards, whose statistics
-        `sync_batch_norm_stats` takes.
+        The gradients of the micro-batches of a step, which all workers of a process group compute
+        together, are accumulated into one update: the result has the same bits for any number of
+        workers. The same arguments from the same state give the same result, whatever ran before.
+        In a `search` the validation split is held out. With averaging, the model has the averaged
+        weights afterwards, whose statistics `finish_phase` takes.
         """
         self._use_optimizer(steps.optimizer)
-        grown = self._grown(epoch, micro_batches)
+        grown = micro_batches.split(ramp_factor(self.config.batch_ramp.steps, epoch))
         self._begin_phase(epoch, grown, search=search, held_out=steps.held_out)
         phase, parallel, batch_size = self._phase, self.parallel, self._global_batch_size(epoch)
         self._begin_updates(steps.weight_decay_factor)
         count = min(steps.end, self._epoch_size // batch_size) - steps.first
-        parallel.begin_phase(
-            count, phase.micro_batches, self.scaler.scale, lambda: self.data.read_ahead, search
-        )
+        parallel.begin_phase(count, grown, self.scaler.scale, search)
         momentum_warmup = self.config.optimizers[steps.optimizer].momentum_warmup
         epoch_per_step = batch_size / self.info.train_size
-        batches = self.micro_batches_at(
-            (steps.first + update, index)
-            for update in range(len(steps.lrs))
-            for index in parallel.indices(update)
-        )
+        batches = self.micro_batches_at(product(range(steps.first, steps.end), parallel.indices))
         for update, lr in enumerate(steps.lrs):
             if on_step(update):
                 break
             set_lr(self.optimizer, lr)
             epochs_done = epoch - 1 + (steps.first + update) * epoch_per_step
             set_momentum(self.optimizer, momentum_warmup, epochs_done)
-            self._train_step(steps.first + update, parallel.indices(update), batches)
+            self._train_step(steps.first + update, batches)
             self._compare_ranks_early()
         if phase.steps > 1 and phase.failure is None:
             self._update_check.end_phase()
         averaging.use_averaged_weights(self.optimizer)
-        if phase.steps < len(steps.lrs):
-            self._stop_phase()
         pairs = parallel.end_phase()
         norms = GradientNorms(self._micro_batch_size(), batch_size, pairs) if pairs else None
-        return replace(self._phase.totals(), norms=norms)
+        return replace(phase.totals(), norms=norms)
 
     def _begin_updates(self, weight_decay_factor: float) -> None:
         decays = [weight_decay_factor * decay for decay in self._weight_decays]
@@ -225,41 +210,33 @@ class Learner:
         """Compare the ranks after the first update, as a phase may take hours."""
         if not self._ranks_were_compared:
             self._ranks_were_compared = True
-            self._compare_ranks(pooled=False)
+            self._compare_ranks()
 
-    def _compare_ranks(self, *, pooled: bool) -> None:
+    def _compare_ranks(self) -> None:
         epoch, failed = self._phase.epoch, self._phase.failure is not None
         if self.parallel.distributed:
-            compare_ranks(self.model, self.optimizer, epoch, failed=failed, pooled=pooled)
+            compare_ranks(self.model, self.optimizer, epoch, failed=failed)
 
-    def _stop_phase(self) -> None:
-        """Note what the phase continues with."""
-        self._stopped = {
-            "micro_batches": self._phase.micro_batches.count,
-            "speeds": list(self.parallel.speeds),
-            "buffers": [],
-            "tracked_before": self._phase.tracked_before,
-        }
-
-    def _train_step(self, step: int, indices: range, batches: Iterator[Batch]) -> None:
-        """Train one step of the phase: accumulate the gradients of these micro-batches, update."""
+    def _train_step(self, step: int, batches: Iterator[Batch]) -> None:
+        """Train one step of the phase: accumulate the gradients of micro-batches, update."""
         phase, parallel = self._phase, self.parallel
         self.optimizer.zero_grad(set_to_none=True)
-        for index in indices:
+        phase.begin_step(self.device)
+        for index in parallel.indices:
             requested_s = monotonic_s()
             batch = next(batches)
             phase.data_wait_s += monotonic_s() - requested_s
             self._seed(f"{phase.epoch} {step} {index}")
-            last, divisor = index == indices[-1], phase.micro_batches.divisor
-            with parallel.accumulate(last), self._attempt(parallel.finish_backward):
-                phase.loss_sum += self._accumulate(batch, divisor)
+            with parallel.accumulate(index), self._attempt(parallel.finish_backward):
+                loss_sum = self._accumulate(batch, parallel.divisor)
+                phase.losses[-1][index] = loss_sum
             phase.samples += batch.size
             phase.skipped += batch.skipped
-        phase.updating = True
+        parallel.end_backward()
         self._seed(f"{phase.epoch} {step} update")  # alike on all ranks
         with self._attempt():
             update_weights(self.optimizer, self.scaler, self.clip_norm)
-        phase.steps, phase.updating = phase.steps + 1, False
+        phase.steps += 1
         parallel.after_step()
 
     def _attempt(self, repair: Callable[[], None] = no_op) -> AbstractContextManager[None]:
@@ -268,23 +245,6 @@ class Learner:
     def _seed(self, text: str) -> None:
         """Seed all random numbers of the next pass or update."""
         seed_all(f"{self.config.seed} {text}", self.device, self._generators)
-
-    def end_broken_phase(self) -> TrainTotals | None:
-        """End a phase that broke because another process died; the learner keeps its last step.
-
-        Returns the totals of all workers as far as this one can know them: its mean loss counts
-        for all samples. The BatchNorm statistics are this worker's. Returns None if no step is
-        done, or if the exchange broke between two halves of an update.
-        """
-        phase = self._phase
-        if phase.updating or not phase.steps:
-            return None
-        averaging.use_averaged_weights(self.optimizer)
-        self._stop_phase()
-        own, samples = self._phase.totals(), phase.steps * self._global_batch_size(phase.epoch)
-        skipped = round(samples * own.skipped / (own.samples + own.skipped))
-        used = samples - skipped
-        return replace(own, samples=used, skipped=skipped, loss_sum=own.loss * used)
 
     @property
     def position(self) -> str:
@@ -298,7 +258,7 @@ class Learner:
 
     def begin_micro_batches(self, epoch: int, count: int, held_out: int = 0) -> None:
         """Begin a phase of single micro-batches (`add_gradient`); `count` of them make a step."""
-        self._begin_phase(epoch, MicroBatches(range(1), count), held_out=held_out)
+        self._begin_phase(epoch, MicroBatches.all(count), held_out=held_out)
         self.model.train()
 
     def micro_batches_at(self, indices: Iterable[tuple[int, int]]) -> Iterator[Batch]:
@@ -321,23 +281,12 @@ class Learner:
 
     def buffers(self, batches: int) -> BufferUpdates:
         """Return the model's buffers after `batches` micro-batches of the current phase."""
-        size, before = self._micro_batch_size(), self._phase.tracked_before
-        return batch_norm.collect_buffers(
-            self.model, size, self._values_per_channel, before, batches
-        )
+        return batch_norm.collect_buffers(self.model, batches)
 
     def _begin_phase(
         self, epoch: int, micro_batches: MicroBatches, *, search: bool = False, held_out: int = 0
     ) -> None:
-        before = batch_norm.count_tracked_batches(self.model)
-        stopped, self._stopped = self._stopped, None
-        if stopped is not None:
-            if len(stopped["speeds"]) == len(self.parallel.speeds):
-                self.parallel.speeds = stopped["speeds"]
-            if batch_norm.take_own_buffers(self.model, stopped["buffers"]):
-                before = stopped["tracked_before"]
-        loss_sum = torch.zeros(1, device=self.device, dtype=torch.float64)
-        self._phase = Phase(epoch, micro_batches, before, search, held_out, loss_sum)
+        self._phase = Phase(epoch, micro_batches, search, held_out)
         # Those of the user's objects, which may create some at any time.
         self._generators = find_generators(self.task, self.model, self.optimizer)
 
@@ -378,41 +327,35 @@ class Learner:
         """
         return aggregate_ranks(self.task, sum_over_ranks(part, self.device))
 
-    def sync_batch_norm_stats(self, *, fresh: bool = False) -> None:
-        """Give all workers the same BatchNorm statistics, after a phase of synchronous training.
+    def finish_phase(self, *, fresh: bool = False) -> None:
+        """Let BatchNorm's running averages belong to the weights. Raises JobError if ranks differ.
 
-        Raises JobError if anything else differs. The statistics are those of the phase or, with
-        `batch_norm.recalibrate_batches`, averaged weights or `fresh`, recomputed from the epoch's
-        first batches (`train.batch_norm`). If the phase was stopped, `state` also keeps those of
-        each worker.
+        They are those of the training or, with `batch_norm.recalibrate_batches`, averaged weights
+        or `fresh`, recomputed from the epoch's first batches (`train.batch_norm`).
         """
-        if self._stopped is not None:
-            self._stopped["buffers"] = batch_norm.gather_buffers(self.model)
-        recalibrate_batches = self.config.batch_norm.recalibrate_batches
-        if (fresh or averaging.averages_weights(self.optimizer)) and self._values_per_channel:
-            recalibrate_batches = recalibrate_batches or _STATISTICS_BATCHES
-        if recalibrate_batches:
-            self._recalibrate(recalibrate_batches)
-        else:
-            size, before = self._micro_batch_size(), self._phase.tracked_before
-            batch_norm.pool_statistics(self.model, size, self._values_per_channel, before)
-        self._compare_ranks(pooled=True)
+        count = self.config.batch_norm.recalibrate_batches
+        if fresh or averaging.averages_weights(self.optimizer):
+            count = count or _STATISTICS_BATCHES
+        if count and batch_norm.has_statistics(self.model):
+            self._recalibrate(count)
+        self._compare_ranks()
 
     def _recalibrate(self, count: int) -> None:
-        epoch, indices = self._phase.epoch, self._phase.micro_batches.indices
-        self._seed(f"{epoch} recalibrate {indices.start}")
-        steps = self._epoch_size // self._global_batch_size(epoch)
-        batches = self.micro_batches_at(islice(product(range(steps), indices), count))
+        epoch, parallel = self._phase.epoch, self.parallel
+        steps = range(min(count, self._epoch_size // self._global_batch_size(epoch)))
+        batches = self.micro_batches_at(product(steps, parallel.indices))
 
-        def forward(content: Any) -> None:
-            with self._attempt():
-                self.task.training_loss(self.model, content)
+        def forward(step: int) -> None:
+            for index in parallel.indices:
+                batch = next(batches)
+                self._seed(f"{epoch} recalibrate {step} {index}")
+                with parallel.forward_pass(index), self._attempt():
+                    self.task.training_loss(self.model, batch.content)
+            parallel.end_forward()
 
-        passes = ((batch.size, partial(forward, batch.content)) for batch in batches)
-        # With the cumulative averages of a recalibration the model would be compiled again, with a
-        # graph break at every layer's counter.
+        # With the momenta of cumulative averages the model would be compiled again.
         with self.autocast(), eager(self.model):
-            batch_norm.recalibrate(self.model, passes, self._values_per_channel)
+            batch_norm.recalibrate(self.model, [partial(forward, step) for step in steps])
 
     @property
     def _epoch_size(self) -> int:
@@ -423,18 +366,6 @@ class Learner:
 
     def _global_batch_size(self, epoch: int) -> int:
         return self.config.global_batch_size * ramp_factor(self.config.batch_ramp.steps, epoch)
-
-    def _grown(self, epoch: int, micro_batches: MicroBatches) -> MicroBatches:
-        """Split each worker's part of a global batch: for the batch ramp, and for unequal speeds.
-
-        A phase that was stopped keeps its own split.
-        """
-        factor = ramp_factor(self.config.batch_ramp.steps, epoch)
-        if self._stopped is None:
-            self._split = self.config.split(self.parallel.speeds, self._split)
-        else:
-            self._split = self._stopped["micro_batches"] // (micro_batches.count * factor)
-        return micro_batches.split(self._split * factor)
 
     def wait_for_device(self) -> None:
         """Wait until the device has finished all queued work; for measuring time."""

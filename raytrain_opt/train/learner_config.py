@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -24,14 +23,7 @@ from raytrain_opt.config.updates import (
     ParallelSection,
 )
 from raytrain_opt.results import EVAL_BLOCK_SIZE
-from raytrain_opt.train.micro_batches import (
-    WORTH,
-    choose_split,
-    possible_splits,
-    sharing_cost,
-    time_saved,
-    usual_splits,
-)
+from raytrain_opt.train.micro_batches import usual_splits
 
 # Sections that may hold objects of the user's own, which can be large.
 OBJECT_SECTIONS = ("model", "data", "task", "loss")
@@ -88,34 +80,9 @@ class LearnerConfig:
         return self.global_batch_size // self.worker_count
 
     @property
-    def finest_split(self) -> int:
-        """The largest result of `split` for any speeds."""
-        if not self.parallel.balances:
-            return 1
-        if self.parallel.micro_batches is not None or self.parallel.speeds is not None:
-            return self.balanced_split(())
-        return possible_splits(self.batch_size_per_worker)[-1]
-
-    def balanced_split(self, speeds: Sequence[float], present: int = 1) -> int:
-        """Return how many micro-batches per worker share a step between these speeds."""
-        if self.parallel.micro_batches is not None:
-            return self.parallel.micro_batches // self.worker_count
-        speeds = self.parallel.speeds or speeds
-        return choose_split(self.batch_size_per_worker, self.worker_count, speeds, present)
-
-    def split(self, speeds: Sequence[float], present: int) -> int:
-        """Return the micro-batches per worker for measured speeds, before a batch ramp.
-
-        `present`: those of the phase before. `auto` begins to balance where that saves more than
-        `WORTH`, and ends where it saves nothing.
-        """
-        if not self.parallel.balances:
-            return 1
-        split, workers = self.balanced_split(speeds, present), self.worker_count
-        if not self.parallel.balances_where_it_pays:
-            return split
-        saved = time_saved(workers, workers * split, speeds) if speeds else 0.0
-        return split if saved > (0.0 if present > 1 else WORTH) else 1
+    def micro_batches(self) -> int:
+        """Micro-batches of a global batch, before the batch ramp: by default one per worker."""
+        return self.parallel.micro_batches or self.worker_count
 
     @property
     def async_splits(self) -> list[int]:
@@ -123,25 +90,6 @@ class LearnerConfig:
         if self.parallel.micro_batches is not None:
             return [self.parallel.micro_batches // self.worker_count]
         return usual_splits(self.batch_size_per_worker)
-
-    def imbalance(self, speeds: Sequence[float]) -> str | None:
-        """Return a warning if micro-batches cannot share a step between these speeds."""
-        samples, workers = self.batch_size_per_worker, self.worker_count
-        split = self.balanced_split(speeds)
-        cost = sharing_cost(workers * split, speeds)
-        if cost <= WORTH:
-            return None
-        remedy = "raise parallel.micro_batches or leave it out"
-        if self.parallel.micro_batches is None:
-            sizes = range(samples // 8 * 8 + 8, 257, 8)
-            splits = ((size, choose_split(size, workers, speeds)) for size in sizes)
-            good = (size for size, n in splits if sharing_cost(workers * n, speeds) <= WORTH)
-            remedy = f"use a larger global_batch_size, such as {workers * next(good, 256)}"
-        return (
-            f"workers of speeds {', '.join(f'{s:.2f}' for s in speeds)} cannot share a step "
-            f"well: it takes {cost:.0%} longer than with exact shares, because {samples} samples "
-            f"per worker are {split} micro-batches; {remedy}, or train without the slowest worker"
-        )
 
     def eval_batch_size(self, batch_size_per_worker: int) -> int:
         """Return the batch size of an evaluation when training has `batch_size_per_worker`."""

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from raytrain_opt.clock import monotonic_s
@@ -40,38 +41,58 @@ _OUT_OF_MEMORY_TEXTS = (
 
 @dataclass
 class Phase:
-    """One phase, that is, one call of `Learner.train`, and its sums.
-
-    `tracked_before`: the numbers of batches that BatchNorm layers had counted at its start.
-    """
+    """One phase, that is, one call of `Learner.train`, and its sums."""
 
     epoch: int
     micro_batches: MicroBatches
-    tracked_before: dict[str, int]
     search: bool
     held_out: int
-    loss_sum: Tensor  # [1], float64, on the device
+    losses: list[Tensor] = field(default_factory=list)  # see `totals`; one for each step
     steps: int = 0
     samples: int = 0
     skipped: int = 0
     data_wait_s: float = 0.0
     started_s: float = field(default_factory=monotonic_s)
-    updating: bool = False  # the weights are between two steps
     in_backward: bool = False
     failure: Exception | None = None  # the first that a pass or an update raised (`failed_steps`)
 
+    def begin_step(self, device: torch.device) -> None:
+        """Make room for the losses of a step's micro-batches: [count], float64, 0."""
+        count = self.micro_batches.count
+        self.losses.append(torch.zeros(count, device=device, dtype=torch.float64))
+
     def totals(self) -> TrainTotals:
-        """Return the sums so far; this waits for the device."""
-        [loss_sum] = self.loss_sum.tolist()
+        """Return the sums over all processes so far; this waits for the device.
+
+        Each number has one process in which it is not 0, so an all-reduce in any order is exact;
+        then the losses of a step are added in the order of its micro-batches.
+        """
+        rows = torch.stack(self.losses) if self.losses else torch.zeros(0, 1)
+        counts = rows.new_tensor([self.samples, self.skipped])
+        if dist.is_initialized():
+            message = torch.cat([rows.view(-1), counts])
+            dist.all_reduce(message)
+            rows, counts = message[:-2].view_as(rows), message[-2:]
+        samples, skipped = map(int, counts.tolist())
+        losses = tuple(map(sum, rows.tolist()))
         return TrainTotals(
             steps=self.steps,
-            samples=self.samples,
-            loss_sum=loss_sum,
-            skipped=self.skipped,
+            samples=samples,
+            losses=losses,
+            skipped=skipped,
             duration_s=monotonic_s() - self.started_s,
             data_wait_s=self.data_wait_s,
-            failure=describe(self.failure),
+            failure=first_failure(describe(self.failure), sum(losses)),
         )
+
+
+def first_failure(own: str, total: float) -> str:
+    """Return the failure of the first rank that has one, where the total of all is not finite."""
+    if math.isfinite(total) or not dist.is_initialized():
+        return own
+    of_ranks = [own] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)
+    return next(filter(None, of_ranks), "")
 
 
 def describe(error: Exception | None) -> str:
@@ -109,7 +130,8 @@ def failed_steps(
             text = f"epoch {phase.epoch}: a backward pass with values that are not finite raised "
             raise DivergedError(f"{text}{describe(error)}. Lower learning_rate.initial") from error
         phase.failure = phase.failure or error
-        phase.loss_sum.fill_(math.nan)
+        for losses in phase.losses[-1:]:
+            losses.fill_(math.nan)
         try:
             repair()
         except RuntimeError as broken:

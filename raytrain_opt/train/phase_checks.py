@@ -33,23 +33,17 @@ _HINT = (
 )
 
 
-def compare_ranks(
-    model: nn.Module, optimizer: Optimizer, epoch: int, *, failed: bool, pooled: bool
-) -> None:
-    """Compare parameters and optimizer state over the process group.
+def compare_ranks(model: nn.Module, optimizer: Optimizer, epoch: int, *, failed: bool) -> None:
+    """Compare what `state_dict` has of model and optimizer over the process group.
 
     Call it on all ranks. Does nothing without a group of at least two, or if the phase `failed`
-    on any rank. If BatchNorm's statistics are `pooled`, buffers that are saved are compared as
-    well. Where ranks have different processors, which round differently, all take the values of
-    rank 0. Raises JobError, on all ranks, with the names of tensors that differ.
+    on any rank. Where ranks have different processors, which round differently, all take the
+    values of rank 0. Raises JobError, on all ranks, with the names of tensors that differ.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    weights = model.state_dict(keep_vars=True) if pooled else dict(model.named_parameters())
     state, device = optimizer.state_dict(), next(model.parameters()).device
-    tensors = dict(sorted(named_tensors(weights, state)))
-    # Workers of different speeds count their own batches until these are pooled.
-    tensors = {n: t for n, t in tensors.items() if not n.endswith("num_batches_tracked")}
+    tensors = dict(sorted(named_tensors(model.state_dict(keep_vars=True), state)))
     sums = torch.stack([checksum(tensor).to(device) for tensor in tensors.values()])
     numbers = [v for v in tree_leaves(state) if isinstance(v, bool | int | float | str)]
     plain = repr(([(name, tensor.shape) for name, tensor in tensors.items()], numbers))

@@ -82,8 +82,7 @@ class TrainingState:
     """Everything that training continues from."""
 
     tensors: dict[str, PackedTensor]  # by dotted name
-    # Not tensors. `stopped`: what a phase that was stopped continues with (`Learner`);
-    # `optimizer_index`: position among the optimizers of the job.
+    # Not tensors. `optimizer_index`: position among the optimizers of the job.
     plain: dict[str, Any]
 
     @property
@@ -151,7 +150,6 @@ def to_cpu_state(
     *,
     copy: bool,
     optimizer_index: int = 0,
-    stopped: dict[str, Any] | None = None,
 ) -> TrainingState:
     """Pack three `state_dict`s; without `copy`, CPU tensors share the live model's memory."""
     tensors = {
@@ -163,7 +161,6 @@ def to_cpu_state(
         "param_groups": optimizer["param_groups"],
         "scaler": dict(scaler),
         "optimizer_index": optimizer_index,
-        "stopped": stopped,
     }
     return TrainingState(tensors, plain)
 

@@ -137,7 +137,7 @@ def stopped_epoch(worker: Worker, states: CountedStates) -> dict[str, Any]:
             totals = totals.plus(rest.totals)
         digest = worker.learner.state(copy=True).digest()
         pairs = None if totals.norms is None else totals.norms.pairs
-        outcomes.append((digest, totals.steps, totals.samples, totals.loss_sum, pairs))
+        outcomes.append((digest, totals.steps, totals.samples, totals.losses, pairs))
     return {"stopped_after": steps, "at_once": outcomes[1], "stopped": outcomes[2]}
 
 

@@ -26,9 +26,9 @@ LRS = (0.02, 0.05, 0.05)
 
 
 def network(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
-    """Build three filter banks of one shape, another one and a matrix, without BatchNorm."""
+    """Build six filter banks of one shape, another one and a matrix, without BatchNorm."""
     layers: list[nn.Module] = [nn.Conv2d(sample_shape[0], 8, 3, stride=2), nn.GroupNorm(2, 8)]
-    for _ in range(3):
+    for _ in range(6):
         layers += [nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()]
     return nn.Sequential(*layers, nn.AvgPool2d(3), nn.Flatten(), nn.Linear(8, num_classes))
 
@@ -63,7 +63,7 @@ def train(ns_dtype: str, rank: int, world_size: int) -> dict[str, Any]:
     config = LearnerConfig.from_job(job(ns_dtype))
     parallel = distribute if world_size > 1 else Parallel
     learner = Learner(config, load_shared_data(config.data), torch.device("cpu"), parallel)
-    micro_batches = MicroBatches.for_rank(rank, [1.0] * world_size, MICRO_BATCHES)
+    micro_batches = MicroBatches.all(MICRO_BATCHES)
     work: list[int] = []
     with mock.patch.object(muon, "orthogonalize", counted(work)):
         learner.train(1, Steps(0, LRS), micro_batches)
@@ -75,7 +75,6 @@ def train(ns_dtype: str, rank: int, world_size: int) -> dict[str, Any]:
     return {
         "matrices_per_step": sum(work) / len(LRS),
         "ends": ends,
-        "weights": {name: p.detach().clone() for name, p in learner.model.named_parameters()},
     }
 
 
@@ -83,7 +82,7 @@ def run_rank(rank: int, world_size: int, folder: Path) -> Results:
     return {dtype: train(dtype, rank, world_size) for dtype in ("float32", "bfloat16")}
 
 
-MATRICES = 5
+MATRICES = 8
 DTYPES = ["float32", "bfloat16"]
 
 
@@ -112,13 +111,11 @@ def test_the_ranks_share_the_matrices(
 ) -> None:
     work = [results[dtype]["matrices_per_step"] for results in ranks]
     assert single_process[dtype]["matrices_per_step"] == sum(work) == MATRICES
-    assert max(work) <= MATRICES // len(ranks) + 1
+    assert max(work) == 4  # of one shape
 
 
-@pytest.mark.parametrize(("dtype", "atol"), [("float32", 1e-4), ("bfloat16", 0.03)])
-def test_one_process_gives_the_same_weights_up_to_rounding(
-    ranks: list[Results], single_process: Results, dtype: str, atol: float
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_process_gives_the_same_bits(
+    ranks: list[Results], single_process: Results, dtype: str
 ) -> None:
-    for name, expected in single_process[dtype]["weights"].items():
-        actual = ranks[0][dtype]["weights"][name]
-        torch.testing.assert_close(actual, expected, rtol=0, atol=atol, msg=name)
+    assert ranks[0][dtype]["ends"] == single_process[dtype]["ends"]

@@ -83,12 +83,13 @@ def measure_constant_weights(
     learner = build_learner(world_size, arrays, changes)
     epoch = 2 if learner.config.batch_ramp.steps else 1
     factor = learner.config.batch_ramp.steps[0].factor if learner.config.batch_ramp.steps else 1
-    micro_batches = MicroBatches(range(rank, rank + 1), world_size)
+    micro_batches = MicroBatches.all(world_size)
     norms = learner.train(epoch, Steps(0, (0.0,) * CONSTANT_STEPS), micro_batches).norms
     size = learner.config.global_batch_size * factor
+    own = MicroBatches(range(rank, rank + 1), world_size)
     return {
         "norms": None if norms is None else vars(norms),
-        "gradients": compute_gradients(learner, epoch, micro_batches.split(factor), size),
+        "gradients": compute_gradients(learner, epoch, own.split(factor), size),
     }
 
 
@@ -100,7 +101,7 @@ def train_twice(
     learner = build_learner(
         world_size, arrays, {"batch_ramp": {"steps": [{"epoch": 2, "factor": 2}]}, **changes}
     )
-    micro_batches = MicroBatches(range(rank, rank + 1), world_size)
+    micro_batches = MicroBatches.all(world_size)
     first = learner.train(1, Steps(0, (0.05,) * STEPS), micro_batches).norms
     second = learner.train(2, Steps(0, (0.02,) * 2), micro_batches).norms
     return {

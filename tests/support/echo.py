@@ -63,8 +63,6 @@ class Echo:
 
     failure = None
 
-    def steps_before_failure(self, _: Command) -> None: ...
-
     def close(self) -> None: ...
 
 

@@ -133,9 +133,6 @@ class FaultyHandler:
             command, self.faults.inject(self.role, self.index, command, on_step)
         )
 
-    def steps_before_failure(self, command: Command) -> Callable[[], object] | None:
-        return self.handler.steps_before_failure(command)
-
     @property
     def failure(self) -> Exception | None:
         return self.handler.failure

@@ -57,7 +57,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "parallel.micro_batches",
         "set workers.count",
     ),
-    ({"parallel": {"mode": "asynchronous"}}, "parallel.mode", "must be one of sync, balanced, "),
+    ({"parallel": {"mode": "asynchronous"}}, "parallel.mode", "must be one of sync, async"),
     ({"parallel": {"staleness_bound": 2}}, "parallel.staleness_bound", "parallel.mode: async"),
 ]
 

@@ -80,7 +80,7 @@ def test_a_chosen_batch_is_scaled_by_the_jobs_own_rule() -> None:
             "batch_size_search: a replayed schedule",
         ),
         (
-            {"parallel": {"mode": "balanced", "micro_batches": 16}},
+            {"parallel": {"micro_batches": 16}},
             r"parallel\.micro_batches: belongs to one global_batch_size",
         ),
     ],

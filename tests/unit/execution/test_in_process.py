@@ -33,7 +33,6 @@ from raytrain_opt.execution.training_run import TrainingRun
 from raytrain_opt.paths import ENDING
 from raytrain_opt.recording.records import EpochRecord
 from raytrain_opt.train.checkpoint import read_index
-from raytrain_opt.train.data_parallel import Parallel
 from tests.support.s3_server import S3Server
 from tests.support.small_jobs import read_lines, small_job
 from tests.support.synthetic_runs import write_schedule
@@ -74,18 +73,6 @@ def test_a_gpu_that_a_job_needs_and_that_is_not_there_is_an_error(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ResourcesError, match="workers.use_gpu: true, but torch finds no GPU"):
         run(tiny_job(tmp_path, workers={"count": 1, "use_gpu": True}), in_process=True)
-
-
-def test_workers_that_cannot_share_a_step_are_reported_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Parallel, "report", lambda _: {"speeds": [1.0, 0.3]})
-    parallel = {"mode": "balanced", "micro_batches": 2}
-    result = run(tiny_job(tmp_path, parallel=parallel), in_process=True)
-    [event] = read_lines(result.run_dir, "events")
-    assert (event["kind"], event["epoch"]) == ("imbalance", 1)
-    assert "speeds 1.00, 0.30 cannot share a step well" in event["text"]
-    assert "raise parallel.micro_batches" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_command_that_was_killed_after_the_result_is_repeated_without_training(
@@ -435,6 +422,6 @@ class FailsLater(nn.Module):
 def test_an_exception_of_a_network_names_its_line_and_the_step(tmp_path: Path) -> None:
     schedule = {"policy": "schedule", "initial": 0.1}
     job = tiny_job(tmp_path, model={"name": FailsLater}, learning_rate=schedule)
-    place = r"test_in_process.py:\d+ in forward, after 1 steps of epoch 1 in main_train"
+    place = r"test_in_process.py:\d+ in forward, after 2 steps of epoch 1 in main_train"
     with pytest.raises(ResidentError, match=f"worker 0: KeyError: 'no third step'; at .*{place}"):
         run(job, in_process=True)

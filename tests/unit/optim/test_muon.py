@@ -184,13 +184,20 @@ def test_training_continues_bit_for_bit_from_a_saved_state(aux: str, via: str) -
 def test_every_matrix_is_computed_by_one_rank_and_the_work_is_shared(ranks: int) -> None:
     shapes = [torch.Size((64, 64 * k)) for k in (1, 9, 9, 9, 9, 2, 2, 4)]
     owned = split_work(shapes, ranks)
-    assert sorted(index for indices in owned for index in indices) == list(range(len(shapes)))
-    work = [sum(shapes[i][1] for i in indices) for indices in owned]
-    assert max(work) <= max(64 * 9, sum(work) / ranks + 64 * 4)
+    own = [[index for batch in batches for index in batch] for batches in owned]
+    assert sorted(index for indices in own for index in indices) == list(range(len(shapes)))
+    work = [sum(shapes[i][1] for i in indices) for indices in own]
+    assert max(work) <= max(64 * 9 * 4, sum(work) / ranks + 64 * 4)
+
+
+def test_matrices_are_computed_in_the_same_batches_by_any_number_of_ranks() -> None:
+    shapes = [torch.Size((8, 8))] * 9 + [torch.Size((4, 8))] * 2
+    batches = [sorted(b for own in split_work(shapes, n) for b in own) for n in (1, 2, 5)]
+    assert batches == [[[0, 1, 2, 3], [4, 5, 6, 7], [8], [9, 10]]] * 3
 
 
 def test_more_ranks_than_matrices_leave_some_without() -> None:
-    assert split_work([torch.Size((2, 2))], 3) == [[0], [], []]
+    assert split_work([torch.Size((2, 2))], 3) == [[[0]], [], []]
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ class FakeLearner:
 
     config = SimpleNamespace(
         worker_count=1,
+        micro_batches=1,
         precision="fp32",
         channels_last=False,
         compile="off",
@@ -65,7 +66,7 @@ class FakeLearner:
             raise ValueError("a planted failure")
         self.cached_mib += 100
         self.trained += 1
-        return TrainTotals(len(steps.lrs), BATCH, self.lr * BATCH, 0, 1.0, 0.1)
+        return TrainTotals(len(steps.lrs), BATCH, (self.lr * BATCH,), 0, 1.0, 0.1)
 
     def evaluate(self, *_: Any, **__: Any) -> EvalTotals:
         self.cached_mib += 10
@@ -74,7 +75,7 @@ class FakeLearner:
     def add_ranks(self, part: EvalTotals) -> EvalTotals:
         return part
 
-    def sync_batch_norm_stats(self, *, fresh: bool = False, stopped: bool = False) -> None:
+    def finish_phase(self, *, fresh: bool = False) -> None:
         self.cached_mib += 1
 
     def wait_for_device(self) -> None: ...

@@ -475,29 +475,3 @@ def test_of_a_large_pool_some_residents_and_the_slowest_are_recorded() -> None:
 
     first = [f"slot {index}" for index in range(RECORDED_RESIDENTS)]
     assert play(scene) == [[*first, "slot 21"], [*first, "slot 22"]]
-
-
-def test_who_ends_the_workers_waits_until_the_driver_has_what_they_hand_over() -> None:
-    """That is when it posts the next command; a worker may also find that it has nothing."""
-
-    async def scene(box: Mailbox) -> None:
-        await join(box, worker(0), worker(1))
-        number = await post(box, "worker", 1)
-        await box.handed_over("worker")
-        await box.begin_hand_over(worker(0).sender, number)
-        ended = await waiting(box.handed_over("worker"))
-        await box.receive([Reply(worker(0).sender, number, "part", failed=True)])
-        assert await box.collect("worker", number, (0, 1)) == {0: "part"}
-        assert not ended.done()
-        number = await post(box, "worker", 2)
-        await ended
-        for rank in (0, 1):
-            await box.begin_hand_over(worker(rank).sender, number)
-        await box.cancel_hand_over(worker(0).sender)
-        ended = await waiting(box.handed_over("worker"))
-        await box.cancel_hand_over(worker(1).sender)
-        await ended
-        await box.begin_hand_over(worker(0).sender, number - 1)  # of an earlier command
-        await box.handed_over("worker")
-
-    play(scene)

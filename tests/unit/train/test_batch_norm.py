@@ -1,4 +1,4 @@
-"""BatchNorm in one process: its settings, its counts, and recomputed statistics."""
+"""BatchNorm in one process: its settings, averages that move once per step, recomputed ones."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from raytrain_opt.config.updates import BatchNormSection
 from raytrain_opt.errors import JobError
 from raytrain_opt.train.batch_norm import (
-    count_tracked_batches,
-    count_values_per_channel,
-    pool_statistics,
+    StepBuffers,
     prepare_batch_norm,
     recalibrate,
 )
@@ -104,63 +102,75 @@ def test_sync_on_cpu_is_refused(net: Net) -> None:
     assert caught.value.exit_code == 2
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("count", [2, 5])
-def test_values_are_counted_per_channel_and_sample(net: Net, training: bool, count: int) -> None:
-    net.train(training)
-    with count_values_per_channel(net) as values:
-        net(images(1, count))
-    assert values == {"block.1": 9, "norm": 9, "last": 1}
+def step(buffers: StepBuffers, model: nn.Module, batches: list[Tensor]) -> None:
+    """Compute the micro-batches of a step."""
+    for number, x in enumerate(batches):
+        buffers.begin(number)
+        model(x)
+        buffers.take(number)
+    buffers.end_step(lambda _: None)
 
 
-def test_values_are_counted_in_a_model_that_is_one_layer() -> None:
-    layer = nn.BatchNorm1d(3)
-    with count_values_per_channel(layer) as values:
-        layer(torch.randn(4, 3, 7))
-    assert values == {"": 7}
+def test_running_averages_move_once_per_step_by_the_mean_over_its_micro_batches() -> None:
+    layer = nn.BatchNorm2d(3, momentum=0.1)
+    batches = [images(seed) * (1 + seed) + seed for seed in range(3)]
+    buffers = StepBuffers(layer)
+    buffers.begin_phase(range(3), 3)
+    mean, var = torch.zeros(3), torch.ones(3)
+    for _ in range(2):
+        step(buffers, layer, batches)
+        mean = 0.9 * mean + 0.1 * torch.stack([x.mean((0, 2, 3)) for x in batches]).mean(0)
+        var = 0.9 * var + 0.1 * torch.stack([x.var((0, 2, 3)) for x in batches]).mean(0)
+    torch.testing.assert_close(layer.running_mean, mean)
+    torch.testing.assert_close(layer.running_var, var)
+    assert int(layer.num_batches_tracked) == 2
 
 
-def test_frames_that_a_model_folds_into_the_batch_are_counted() -> None:
-    model = nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm2d(3))
-    with count_values_per_channel(model) as values:
-        model(torch.randn(2, 5, 3, 4, 4))
-    assert values == {"1": 5 * 4 * 4}
+class Counter(nn.Module):
+    """Changes buffers of its own, saved ones and a cache, in each pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(2, dtype=torch.float64))
+        self.register_buffer("calls", torch.tensor(2**60 + 1))
+        self.register_buffer("fixed", torch.tensor(0.1, dtype=torch.float64))
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total = self.total + x.sum()
+        self.calls -= 3
+        self.cache = x
+        return x
 
 
-def test_counting_leaves_no_hook_even_after_an_error(net: Net) -> None:
-    with count_values_per_channel(net) as values, pytest.raises(RuntimeError):
-        net(torch.zeros(2, 5, 8, 8))
-    net(images(1))
-    assert values == {}
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+def test_other_buffers_become_means_and_integers_those_of_the_first_micro_batch() -> None:
+    counter = Counter()
+    buffers = StepBuffers(counter)
+    buffers.begin_phase(range(3), 3)
+    for _ in range(2):
+        step(buffers, counter, [torch.ones(n) for n in (1, 2, 3)])
+    assert counter.total.tolist() == [4.0, 4.0]
+    assert int(counter.calls) == 2**60 - 5
+    assert float(counter.fixed) == 0.1
+    assert len(counter.cache) == 3
 
 
-def test_batches_are_counted_per_layer(net: Net) -> None:
-    for _ in range(3):
-        net(images(1))
-        net.norm.eval()
-    assert count_tracked_batches(net) == {"block.1": 3, "norm": 1, "last": 3}
-    assert count_tracked_batches(nn.Linear(2, 2)) == {}
-    assert count_tracked_batches(nn.BatchNorm1d(2, track_running_stats=False)) == {}
+def test_one_micro_batch_per_step_is_what_torch_computes() -> None:
+    layer, plain = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+    step(StepBuffers(layer), layer, [images(1)])
+    plain(images(1))
+    assert_same(tensors(layer), tensors(plain))
 
 
-def test_pooling_without_a_group_changes_nothing(net: Net) -> None:
-    since = count_tracked_batches(net)
-    net(images(1))
-    before = tensors(net)
-    pool_statistics(net, 6, {"block.1": 9, "norm": 9, "last": 1}, since)
-    assert_same(tensors(net), before)
-
-
-def passes(model: nn.Module, *batches: Tensor) -> list[tuple[int, Any]]:
-    return [(len(x), partial(model.forward, x)) for x in batches]
+def passes(model: nn.Module, *batches: Tensor) -> list[Any]:
+    return [partial(model.forward, x) for x in batches]
 
 
 def test_recalibration_computes_plain_means_over_its_batches() -> None:
     layer = nn.BatchNorm2d(3, momentum=0.1)
     layer(40 + images(9))
     batches = [images(seed) * (1 + seed) + seed for seed in range(4)]
-    recalibrate(layer, passes(layer, *batches), {"": 64})
+    recalibrate(layer, passes(layer, *batches))
     means = torch.stack([x.mean((0, 2, 3)) for x in batches])
     variances = torch.stack([x.var((0, 2, 3)) for x in batches])
     torch.testing.assert_close(layer.running_mean, means.mean(0))
@@ -170,7 +180,7 @@ def test_recalibration_computes_plain_means_over_its_batches() -> None:
 def test_recalibration_uses_the_activations_of_training(net: Net) -> None:
     """All other layers are in training mode: a dropout of one half doubles the square."""
     batches = [images(seed, 200) for seed in range(3)]
-    recalibrate(net.eval(), passes(net, *batches), {})
+    recalibrate(net.eval(), passes(net, *batches))
     assert net.last.running_var is not None
     # The inputs have unit variance; half of them are dropped and the others are doubled.
     assert float(net.last.running_var.mean()) == pytest.approx(2, rel=0.05)
@@ -183,7 +193,7 @@ def test_recalibration_changes_statistics_only(net: Net) -> None:
     gradients = [value.grad for value in net.parameters()]
     modes = [module.training for module in net.modules()]
     before = tensors(net)
-    recalibrate(net, passes(net, images(2), images(3)), {})
+    recalibrate(net, passes(net, images(2), images(3)))
     assert_same(dict(net.named_parameters()), weights)
     assert all(p.grad is g for p, g in zip(net.parameters(), gradients, strict=True))
     assert [module.training for module in net.modules()] == modes
@@ -205,22 +215,15 @@ def test_recalibration_does_not_change_frozen_layers(net: Net) -> None:
     frozen.eval()
     model = nn.Sequential(frozen, net)
     before = tensors(frozen)
-    recalibrate(model, passes(model, images(2)), {})
+    recalibrate(model, passes(model, images(2)))
     assert_same(tensors(frozen), before)
-    assert count_tracked_batches(model)["1.last"] == 1
+    assert int(net.last.num_batches_tracked) == 1
 
 
-@pytest.mark.parametrize("fails", [True, False])
-def test_modes_and_momenta_are_restored_after_a_failed_recalibration(
-    net: Net, fails: bool
-) -> None:
+def test_modes_and_momenta_are_restored_after_a_failed_recalibration(net: Net) -> None:
     net.eval()
-    if fails:
-        with pytest.raises(RuntimeError):
-            recalibrate(net, passes(net, images(2), torch.zeros(2, 5, 8, 8)), {})
-    else:
-        with pytest.raises(ValueError, match="at least one batch"):
-            recalibrate(net, [], {})
+    with pytest.raises(RuntimeError):
+        recalibrate(net, passes(net, images(2), torch.zeros(2, 5, 8, 8)))
     assert not any(module.training for module in net.modules())
     assert momenta(net) == [0.1, 0.3, 0.1]
 
@@ -240,7 +243,7 @@ def test_recalibration_does_not_recompile_a_compiled_model(net: Net) -> None:
     plain(images(1))
     for model in (plain, net):
         torch.manual_seed(5)
-        recalibrate(model, passes(model, images(2), images(3)), {})
+        recalibrate(model, passes(model, images(2), images(3)))
     assert_same(tensors(net), tensors(plain))
     net(images(4))
     assert len(graphs) == compiled

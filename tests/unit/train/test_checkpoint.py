@@ -72,18 +72,6 @@ def test_an_optimizer_that_could_not_be_read_back_is_not_saved(tmp_path: Path) -
     assert read_index(tmp_path) == []
 
 
-def test_buffers_of_each_worker_are_read_back(tmp_path: Path) -> None:
-    own = [{"1.running_mean": torch.rand(8), "1.num_batches_tracked": torch.tensor(7)}] * 2
-    stopped = {"buffers": own, "tracked_before": {"1": 3}}
-    state = trained()
-    state.plain["stopped"] = stopped
-    saved = open_checkpoints(tmp_path).save(3, state, PROGRESS, None)
-    back = read_checkpoint(tmp_path / saved.folder)[0].plain["stopped"]
-    assert back["tracked_before"] == stopped["tracked_before"]
-    assert [set(buffers) for buffers in back["buffers"]] == [set(buffers) for buffers in own]
-    assert all(torch.equal(back["buffers"][1][name], own[1][name]) for name in own[1])
-
-
 def test_the_files_are_plain_safetensors_without_code(tmp_path: Path) -> None:
     state = trained()
     folder = tmp_path / open_checkpoints(tmp_path).save(1, state, PROGRESS, None).folder

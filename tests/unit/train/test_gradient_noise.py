@@ -81,7 +81,9 @@ def test_norms_are_those_of_the_micro_batches_and_of_their_mean(factor: float) -
     for _ in range(2):  # an update leaves nothing for the next one
         model.zero_grad()
         accumulate(model, meter, scale)
-        pair = meter.finish(MICRO_BATCHES, scale)
+        squares = meter.take()
+        small = squares.mean() * MICRO_BATCHES**2 / factor**2
+        pair = torch.stack((small, meter.square_of_sum() / factor**2))
         assert pair.dtype == torch.float64
         assert pair.tolist() == pytest.approx(by_hand(model, range(MICRO_BATCHES)), rel=1e-5)
     assert not any(p._backward_hooks for p in model.parameters())
@@ -93,7 +95,7 @@ def test_norms_of_other_number_types(dtype: torch.dtype) -> None:
     meter = GradientNormMeter(model)
     with meter.micro_batch():
         sum(parameter.abs().square().sum() / 2 for parameter in model).backward()
-    assert meter.finish(1, identity).tolist() == pytest.approx([72, 72])
+    assert [*meter.take().tolist(), float(meter.square_of_sum())] == pytest.approx([72, 72])
 
 
 def test_no_hook_is_left_after_an_error() -> None:
@@ -105,7 +107,7 @@ def test_no_hook_is_left_after_an_error() -> None:
 
 def begin_phase(parallel: Parallel, micro_batches: int, steps: int = 1) -> None:
     indices = MicroBatches(range(micro_batches), micro_batches)
-    parallel.begin_phase(steps, indices, identity, lambda: 0)
+    parallel.begin_phase(steps, indices, identity)
 
 
 def phase(model: nn.Module, micro_batches: int, updates: int, steps: int = 0) -> list[list[float]]:
@@ -114,8 +116,9 @@ def phase(model: nn.Module, micro_batches: int, updates: int, steps: int = 0) ->
     for _ in range(updates):
         model.zero_grad()
         for index in range(micro_batches):
-            with parallel.accumulate(last=index == micro_batches - 1):
+            with parallel.accumulate(index):
                 (loss(parallel.forward, index) / micro_batches).backward()
+        parallel.end_backward()
         parallel.after_step()
     return [list(pair) for pair in parallel.end_phase()]
 
@@ -150,12 +153,13 @@ def test_the_measurements_of_an_interrupted_phase_are_dropped() -> None:
     model = Net()
     parallel = distribute(model, ParallelSection())
     begin_phase(parallel, MICRO_BATCHES)
-    with parallel.accumulate(last=False):
+    with parallel.accumulate(0):
         (loss(parallel.forward, 0) / MICRO_BATCHES).backward()
     begin_phase(parallel, MICRO_BATCHES)
     model.zero_grad()
     for index in range(MICRO_BATCHES):
-        with parallel.accumulate(last=index == MICRO_BATCHES - 1):
+        with parallel.accumulate(index):
             (loss(parallel.forward, index) / MICRO_BATCHES).backward()
+    parallel.end_backward()
     assert parallel.end_phase() == (pytest.approx(by_hand(model, range(MICRO_BATCHES)), rel=1e-5),)
     assert parallel.end_phase() == ()

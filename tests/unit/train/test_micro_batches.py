@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from raytrain_opt.train.micro_batches import (
-    choose_split,
-    sharing_cost,
     split_by_speed,
-    time_saved,
+    step_time,
+    usual_splits,
 )
 from tests.support.samples import Samples
 
@@ -28,7 +27,9 @@ from tests.support.samples import Samples
     ],
 )
 def test_shares_follow_the_speeds(count: int, speeds: list[float], shares: list[int]) -> None:
-    assert split_by_speed(count, speeds) == shares
+    ranges = split_by_speed(count, speeds)
+    assert [len(share) for share in ranges] == shares
+    assert [number for share in ranges for number in share] == [*range(count)]
 
 
 @pytest.mark.slow
@@ -42,7 +43,7 @@ def test_no_other_split_is_done_earlier(samples: Samples) -> None:
         def duration(shares: Sequence[int], speeds: list[float] = speeds) -> float:
             return max(share / speed for share, speed in zip(shares, speeds, strict=True))
 
-        shares = split_by_speed(count, speeds)
+        shares = [len(share) for share in split_by_speed(count, speeds)]
         assert sum(shares) == count
         assert min(shares) >= 1
         every_split = product(range(1, more + 2), repeat=len(speeds))
@@ -51,49 +52,22 @@ def test_no_other_split_is_done_earlier(samples: Samples) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "speeds", "cost"),
+    ("count", "speeds", "time"),
     [
-        (4, [1, 1, 1, 1], 0.0),
-        (4, [1, 1, 1, 0.25], 2.25),  # 4 s in place of 4 / 3.25 s
-        (16, [1, 1, 1, 0.6], 0.125),  # 5 in place of 16 / 3.6
-        (32, [1, 1, 1, 0.6], 0.0125),  # 9 in place of 32 / 3.6
+        (4, [1, 1, 1, 1], 1.0),
+        (4, [1, 1, 1, 0.25], 3.25),  # 4 s in place of 4 / 3.25 s
+        (16, [1, 1, 1, 0.6], 1.125),  # 5 in place of 16 / 3.6
+        (32, [1, 1, 1, 0.6], 1.0125),  # 9 in place of 32 / 3.6
     ],
 )
-def test_whole_micro_batches_cost_time(count: int, speeds: list[float], cost: float) -> None:
-    assert sharing_cost(count, speeds) == pytest.approx(cost)
-
-
-def test_the_time_saved_is_a_fraction_of_the_step() -> None:
-    assert time_saved(4, 16, [1, 1, 1, 0.25]) == pytest.approx(1 - 5 / 16)
-    assert time_saved(4, 64, [1, 1, 1, 1.06]) == 0.0  # the other three have 16 in any case
-
-
-@pytest.mark.parametrize(
-    ("samples", "speeds", "present", "split"),
-    [
-        (128, [], 1, 16),
-        (128, [1, 1, 1, 0.25], 1, 16),
-        (32, [], 1, 4),
-        (32, [1, 1, 1, 0.6], 1, 8),  # 4 cost 12.5 %
-        (32, [1, 1, 1, 1], 8, 8),  # no reason to change
-        (48, [1, 1, 1, 0.25], 1, 4),  # 6 cost 8 %, 4 cost 1.6 %: 5 each, and 1
-        (31, [1, 1, 1, 0.25], 1, 1),
-        (3, [1, 1, 1, 0.25], 1, 1),
-    ],
-)
-def test_micro_batches_are_as_fine_as_speeds_need_and_samples_allow(
-    samples: int, speeds: list[float], present: int, split: int
+def test_a_step_takes_as_long_as_its_slowest_worker(
+    count: int, speeds: list[float], time: float
 ) -> None:
-    assert choose_split(samples, 4, speeds, present) == split
+    assert step_time(split_by_speed(count, speeds), speeds) == pytest.approx(time)
 
 
-@pytest.mark.slow
-def test_64_samples_per_worker_share_a_step_of_any_speeds_within_a_sixteenth(
-    samples: Samples,
-) -> None:
-    """As long as the slowest worker is due one micro-batch."""
-    for seed in samples(50):
-        random = np.random.default_rng(seed)
-        speeds = random.uniform(0.1, 1, size=random.integers(2, 9)).tolist()
-        split = choose_split(64, len(speeds), speeds)
-        assert sharing_cost(split * len(speeds), speeds) <= 1 / 16
+@pytest.mark.parametrize(("samples", "most"), [(512, 16), (48, 6), (31, 1), (3, 1)])
+def test_asynchronous_micro_batches_have_at_least_eight_samples(samples: int, most: int) -> None:
+    splits = usual_splits(samples)
+    assert splits[-1] == most
+    assert all(samples % split == 0 for split in splits)

@@ -102,7 +102,7 @@ def test_no_optimizer_moves_frozen_weights(tmp_path: Path, optimizer: str) -> No
     learner = Learner(LearnerConfig.from_job(settings), arrays, torch.device("cpu"))
     before = {name: t.clone() for name, t in learner.model.state_dict().items()}
     learner.train(1, Steps(0, (0.1,) * 3), MicroBatches(range(2), 2))
-    learner.sync_batch_norm_stats(fresh=True)
+    learner.finish_phase(fresh=True)
     moved = {n for n, t in learner.model.state_dict().items() if not torch.equal(t, before[n])}
     assert {name.partition(".")[0] for name in moved} == {"6", "7", "11"}
 
