@@ -50,8 +50,8 @@ _MUST_BE = {
 }
 
 _ACCUMULATION = (
-    "global_batch_size is the batch of an update; parallel: {mode: balanced, micro_batches: N} "
-    "computes it in N parts, workers.count x the steps of accumulation"
+    "global_batch_size is the batch of an update; parallel: {micro_batches: N} computes "
+    "it in N parts, workers.count x the steps of accumulation"
 )
 # Names that other tools have for what a job says in another way.
 _ELSEWHERE = {
