@@ -401,6 +401,7 @@ class TrainingRun:
     def _raise_if_diverged(self, epoch: int, split: str, loss: float, failure: str) -> None:
         if is_finite(loss):
             return
+        self.wait_for_checkpoint()  # the message names the latest one
         lrs, latest = self._epoch.steps.lrs, self.checkpoints.latest
         advice = "Lower learning_rate.initial or add a warm-up (learning_rate.warmup)."
         if self.job.learning_rate.searches_first:

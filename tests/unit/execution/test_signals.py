@@ -143,6 +143,7 @@ def test_a_signal_ends_code_that_python_cannot_interrupt(
     text = f"""
 import ctypes, signal, time
 from raytrain_opt.execution.signals import stop_on_signals
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 def hang():
     mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
     print("ready", flush=True)
@@ -161,12 +162,15 @@ with stop_on_signals() as stop:
     command = [sys.executable, "-c", text]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        if hangs == "at the start":
-            process.send_signal(number)
-        assert process.wait(30) == code
-        assert process.stdout.read().endswith("resume with: X\n")
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            if hangs == "at the start":
+                process.send_signal(number)
+            assert process.wait(30) == code
+            assert process.stdout.read().endswith("resume with: X\n")
+        finally:
+            process.kill()
 
 
 def test_a_block_that_ends_in_time_ends_as_before() -> None:
