@@ -6,7 +6,7 @@ For classifiers, also record classes, confidences and the worst mistakes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from io import BytesIO
@@ -86,9 +86,7 @@ class Evaluator:
                 recorder.add(batch)
             if outputs is not None:
                 keep_outputs(outputs, values)
-            squares = values["loss"].double().square()
-            columns = [*(values[name].double() for name in self.names), squares]
-            sums += torch.stack([column.sum() for column in columns])
+            sums += self._sums(values)
             samples += batch.size
         *values_sums, loss_squares = sums.tolist()
         named = dict(zip(self.names, values_sums, strict=True))
@@ -102,6 +100,11 @@ class Evaluator:
             loss_squares=loss_squares,
             outputs=outputs,
         )
+
+    def _sums(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Return the sum of each metric over a batch, and of the squared losses, in float64."""
+        columns = [values[name].double() for name in self.names]
+        return torch.stack([column.sum() for column in [*columns, values["loss"].double() ** 2]])
 
 
 class PredictionRecorder(nn.Module):
