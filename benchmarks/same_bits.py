@@ -122,6 +122,7 @@ def train_cell(name: str, stages: Sequence[Stage], steps: int) -> str:
 def _train(rank: int, name: str, stage: Stage, steps: int, number: int, folder: str) -> None:
     """Continue from the state in the folder, and leave the new one there."""
     file, connect = Path(folder) / "state", distribute if stage.workers else Parallel
+    torch.set_num_threads(1)  # equal bits need equal kernels
     if stage.workers:
         join(rank, stage.workers, Path(folder) / f"meeting-{number}")
     job = job_of(JOBS[name])
@@ -181,8 +182,7 @@ def run_group(function: Callable[..., None], workers: int, arguments: tuple[Any,
 
 
 def join(rank: int, workers: int, meeting: Path) -> None:
-    """Join a process group with one thread per worker."""
-    torch.set_num_threads(1)
+    """Join a process group."""
     dist.init_process_group("gloo", init_method=meeting.as_uri(), rank=rank, world_size=workers)
 
 
@@ -190,6 +190,7 @@ def _time_steps(rank: int, workers: int, pairs: int, folder: str) -> None:
     """Time steps of ResNet-18, alternately with the sums along the tree and an all-reduce."""
     from raytrain_opt.models.networks import cifar_resnet18
 
+    torch.set_num_threads(1)
     join(rank, workers, Path(folder) / "meeting")
     torch.manual_seed(0)
     models = [cifar_resnet18(num_classes=10, sample_shape=(3, 32, 32)) for _ in range(2)]

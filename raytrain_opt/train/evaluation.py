@@ -66,8 +66,8 @@ class Evaluator:
         device = next(self.model.parameters()).device
         sums = torch.zeros(len(self.names) + 1, device=device, dtype=torch.float64)
         self.model.eval()
-        split_size = info.test_size if split == "test" else info.validation_size
-        total = math.ceil(split_size / (world_size * batch_size))
+        size = info.test_size if split == "test" else info.validation_size
+        total = math.ceil(size / (world_size * batch_size))
         recorder = None
         if split == "test" and isinstance(self.task, Classification):
             recorder = PredictionRecorder(self.model)
@@ -89,11 +89,10 @@ class Evaluator:
             sums += self._sums(values)
             samples += batch.size
         *values_sums, loss_squares = sums.tolist()
-        named = dict(zip(self.names, values_sums, strict=True))
         predictions = None if recorder is None else recorder.result(info.preprocessing)
         return EvalTotals(
             samples,
-            named,
+            dict(zip(self.names, values_sums, strict=True)),
             monotonic_s() - started_s,
             metric_of(self.task),
             predictions,
