@@ -12,12 +12,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from raytrain_opt.config.data import DataSection
 from raytrain_opt.data.nesting import leaves
 from raytrain_opt.errors import DataError, printable
 from raytrain_opt.results import Split
@@ -28,9 +30,6 @@ if TYPE_CHECKING:
     from raytrain_opt.data.in_memory_sets import DatasetArrays
     from raytrain_opt.data.source import SampleSource
     from raytrain_opt.data.transforms import Preprocessing
-from hashlib import blake2b
-
-from raytrain_opt.config.data import DataSection
 
 # Of gray and color images, and of color with alpha.
 CHANNELS = (1, 3, 4)

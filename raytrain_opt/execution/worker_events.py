@@ -1,4 +1,4 @@
-"""What the log of events says about workers and slots: their number, deaths and speeds."""
+"""What the log of events says about workers and slots: their number and deaths."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import time
@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import ValidationError
 
-from raytrain_opt.errors import StorageError
+from raytrain_opt.clock import monotonic_s, utc_now
+from raytrain_opt.errors import RaytrainOptError, StorageError, printable
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.recording.predictions import PredictionsRecord
 from raytrain_opt.recording.reader import parse_lines, read_lines, read_raw_lines
@@ -34,11 +35,6 @@ from raytrain_opt.storage import append_lines, storage_errors, write_bytes, writ
 
 if TYPE_CHECKING:
     from tensorboardX.event_file_writer import EventsWriter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-
-from raytrain_opt.clock import monotonic_s, utc_now
-from raytrain_opt.errors import RaytrainOptError, printable
 
 _CANDIDATE_SCALARS = ("lr", "score", "val_metric", "val_loss", "train_loss")
 _EPOCH_SCALARS = ("lr", "train_loss", "samples_per_s")

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import isfinite
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from raytrain_opt.results import Metric, Probe
 from raytrain_opt.search.fixed_schedule import RecordedEpoch
@@ -20,9 +20,6 @@ from raytrain_opt.search.policy import NOT_DECIDED
 
 if TYPE_CHECKING:
     from raytrain_opt.search.policy import CandidateResult, Decision, TryCandidates
-from typing import ClassVar, Self
-
-from pydantic import BaseModel, ConfigDict
 
 SCHEMA_VERSION = 1
 

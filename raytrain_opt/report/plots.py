@@ -6,6 +6,7 @@ A dash stands for an unknown number.
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-import math
 
 
 def percent(fraction: float | None, digits: int = 1) -> str:

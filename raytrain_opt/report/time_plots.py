@@ -2,41 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from raytrain_opt.recording.records import EpochRecord
+from raytrain_opt.recording.records import BatchSizeProbeRecord, EpochRecord
 from raytrain_opt.report.plots import (
     Cell,
     Plot,
     Table,
+    color,
     count,
     draw,
     duration,
     duration_cell,
     plain,
+    plain_log,
     rate,
     stacked_bars,
+    thousands,
     whole_numbers,
 )
 from raytrain_opt.report.run_reader import RunRecords
-from raytrain_opt.results import Metric
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-import math
-from typing import TYPE_CHECKING
-
-from raytrain_opt.recording.records import BatchSizeProbeRecord
-from raytrain_opt.report.plots import (
-    color,
-    plain_log,
-    thousands,
-)
-from raytrain_opt.results import Probe
+from raytrain_opt.results import Metric, Probe
 from raytrain_opt.search.batch_size.throughput_knee import combine, draw_curves
 
 if TYPE_CHECKING:
