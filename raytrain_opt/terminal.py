@@ -115,7 +115,7 @@ def epoch_text(record: EpochRecord) -> str:
     """Return one epoch as one line."""
     loss = "–" if record.train_loss is None else f"{record.train_loss:.4f}"
     left_s = (record.epochs - record.epoch) * _next_epoch_s(record)
-    left = f"  about {_rounded(left_s)} left" if left_s else ""
+    left = f"  about {_rounded(left_s)} left" if left_s >= 1 else ""
     speed = f"{record.samples_per_s:,.0f} samples/s"
     return (
         f"epoch {record.epoch}/{record.epochs}  lr {record.lr:.4g}  train loss {loss}  "

@@ -328,7 +328,7 @@ def examine(section: Section) -> Facts:
     sizes = f"{width} x {height}"
     if (width, height) != (max_width, max_height):
         sizes += f" to {max_width} x {max_height}"
-    sizes += f" pixels, {images[:, 2].mean():.0%} of them gray"
+    sizes += f" pixels, {100 * images[:, 2].mean():.0f} % of them gray"
     side = int(np.median(images[:, :2].min(1)))
     return Facts(info, side, sizes, len(results), unreadable)
 

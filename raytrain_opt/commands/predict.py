@@ -42,7 +42,7 @@ class Prediction:
 
     def line(self) -> str:
         """Return a line for the terminal."""
-        texts = [f"{name} {value:.1%}" for name, value in self.classes]
+        texts = [f"{name} {100 * value:.1f} %" for name, value in self.classes]
         return f"{self.image}  {self.error or '  '.join(texts)}"
 
 

@@ -81,8 +81,8 @@ class NoiseScale:
         """Whether a larger batch pays."""
         return (
             f"{self}: doubling the global batch of {self.batch_size:g} costs about "
-            f"{self.doubling_cost:.0%} more samples for the same progress; it pays when samples/s "
-            "grow by more"
+            f"{100 * self.doubling_cost:.0f} % more samples for the same progress; it pays when "
+            "samples/s grow by more"
         )
 
     @property

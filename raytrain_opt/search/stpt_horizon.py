@@ -121,7 +121,7 @@ class HorizonStpt(Policy):
     def _cost(self, history: History, budget: float) -> str:
         """Say what the search may cost."""
         part = budget / self._updates(history)
-        return f"a search of at most {budget:.0f} updates, {part:.0%} of the training"
+        return f"a search of at most {budget:.0f} updates, {100 * part:.0f} % of the training"
 
     def _updates(self, history: History) -> int:
         """Return the updates of the training, as planned at first."""

@@ -123,7 +123,7 @@ class EpochTimeMinimize(_Published):
         change = abs(self._improvement(loops) - self._improvement(at_last_test))
         if change > _CONVERGED_FRACTION:
             return ""
-        return f"{self._summary(loops)}, {change:.1%} from the last test"
+        return f"{self._summary(loops)}, {100 * change:.1f} % from the last test"
 
     def _next(self, loops: Sequence[Probe], largest: int) -> ProbeRequest | BatchSizeChoice:
         size, summary = loops[-1].batch_size, self._summary(loops)
@@ -134,7 +134,7 @@ class EpochTimeMinimize(_Published):
     def _summary(self, loops: Sequence[Probe]) -> str:
         epoch_s = self.bounds.epoch_samples / loops[-1].samples_per_s
         ratio, first = self._improvement(loops), loops[0].batch_size
-        return f"an epoch takes {epoch_s:.4g} s, {ratio:.1%} less than at {first}"
+        return f"an epoch takes {epoch_s:.4g} s, {100 * ratio:.1f} % less than at {first}"
 
     def _improvement(self, loops: Sequence[Probe]) -> float:
         """Return 1 - time of an epoch / time of an epoch at the first loop."""

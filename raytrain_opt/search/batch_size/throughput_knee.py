@@ -358,7 +358,7 @@ class _Posterior:
         low = min([low, *(100 * math.exp(-_ERRORS * error) for error in errors)])
         return (
             f"{size} reaches about {median:.1f} % of the best {self.objective} up to "
-            f"{self.sizes[-1]}, with {_CONFIDENCE:.0%} confidence at least {low:.1f} %"
+            f"{self.sizes[-1]}, with {100 * _CONFIDENCE:.0f} % confidence at least {low:.1f} %"
         )
 
 

@@ -116,14 +116,14 @@ class TestSentence:
         samples = [1 + batch / 812 for batch in (256, 512)]
         assert noise.doubling_cost == pytest.approx(samples[1] / samples[0] - 1)
         assert noise.sentence == (
-            "812: doubling the global batch of 256 costs about 24% more samples for the same "
+            "812: doubling the global batch of 256 costs about 24 % more samples for the same "
             "progress; it pays when samples/s grow by more"
         )
 
     def test_a_noise_scale_that_cannot_be_measured_is_stated(self) -> None:
         hidden = replace(estimated(sampled(2000)), gradient_sq=-1.0)
         assert "more than can be measured (noise dominates)" in hidden.sentence
-        assert "costs about 0% more" in hidden.sentence
+        assert "costs about 0 % more" in hidden.sentence
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def test_a_confidence_is_no_higher_than_its_probes_support(
     monkeypatch.setattr(throughput_knee, "_MAX_PROBES", len(history))
     section = ThroughputKneeSearch(strategy="throughput_knee")
     reason = build_strategy(section, SizeBounds(1408, 1408)).propose(history).reason
-    match = re.search(r"95% confidence at least ([\d.]+) %", reason)
+    match = re.search(r"95 % confidence at least ([\d.]+) %", reason)
     assert match is not None
     assert float(match[1]) <= 100 / math.sqrt(ratio)
     assert float(match[1]) > 50 / ratio

@@ -135,7 +135,7 @@ class TestDecisions:
     def test_the_reason_states_its_confidence(self) -> None:
         choice = searched(Machine(Curve(half=4.0), WIDE, noise=0.002))
         assert "% of the best samples/s up to 4096" in choice.reason
-        assert "95% confidence" in choice.reason
+        assert "95 % confidence" in choice.reason
 
 
 class TestGoodput:
