@@ -195,7 +195,7 @@ def _next_commands(run: TrainingRun, run_dir: str) -> list[str]:
     arguments = f"{quote(run_dir)}{' --trust' if is_function_name(name) else ''}"
     is_image = preprocessing is not None and preprocessing.is_image
     predict = [f"raytrain-opt predict {arguments} IMAGE..."] if is_image else []
-    return [*predict, f"raytrain-opt export {arguments} --format onnx"]
+    return [*predict, f"raytrain-opt export {arguments} --format torch_export"]
 
 
 def _best_epoch(record: ResultRecord) -> str:

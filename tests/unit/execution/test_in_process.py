@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 import ray
 import torch
 from click.testing import CliRunner
+from PIL import Image
 from torch import nn
 
 from raytrain_opt import Callback
@@ -65,6 +68,20 @@ def test_a_run_in_one_process_leaves_the_files_of_a_run_on_ray(
     assert {"result.json", "report.html", "schedule.jsonl", "checkpoints", "tensorboard"} < files
     assert (Path(result.run_dir) / "checkpoints" / "epoch-0002").is_dir()
     assert result.summary["hardware"]["workers"] == result.summary["hardware"]["slots"] == 1
+
+
+def test_the_commands_that_a_run_ends_with_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the packages that every installation has."""
+    run(tiny_job(tmp_path), in_process=True)
+    monkeypatch.chdir(tmp_path)
+    Image.new("L", (8, 8)).save("IMAGE...", "PNG")
+    commands = re.findall(r"raytrain-opt (predict .*|export .*)", capsys.readouterr().out)
+    assert len(commands) == 2
+    for command in commands:
+        result = CliRunner().invoke(main, shlex.split(command))
+        assert result.exit_code == 0, result.output
 
 
 def test_a_gpu_that_a_job_needs_and_that_is_not_there_is_an_error(
