@@ -1,4 +1,4 @@
-"""The table beside images: a column of paths, one of classes, perhaps one of the sets.
+"""The table beside images: a column that names them, one of classes, perhaps one of the sets.
 
 Everything that could mean something else is refused: a wrong guess trains on wrong labels.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from raytrain_opt.data.image_folder import image_paths, read_table, shorten
@@ -20,7 +20,7 @@ SPLITS = {
     **dict.fromkeys(("val", "valid", "validation", "test", "testing", "dev", "eval"), "test"),
 }
 # Usual names of columns; only letters count.
-_FILE = r"(file|image|img)?(name|path|file)s?|fname|image|img"
+_FILE = r"(file|image|img)?(id|name|path|file)s?|fname|image|img"
 _LABEL = r"labels?|class(name)?|category|target|y"
 _SPLIT = r"split|(data|sub)?set|partition"
 
@@ -34,13 +34,21 @@ def read_tables(
     left_out: Counter[str],
     notes: list[str],
 ) -> list[Row]:
-    """Return the rows of the table that names images by paths below `folder`; note what it has.
+    """Return the rows of the table that names the images of `folder`; note what each table has.
 
-    Raises DataError: several tables do, one is damaged, or what its columns mean is not clear.
+    By path, name, or name without suffix. Of several tables one must name all images of each other
+    one, and more. Raises DataError: none does, one is damaged, or what its columns mean is not
+    clear.
     """
-    images = {os.path.relpath(path, folder) for path, _ in image_paths(folder, left_out)}
+    paths = [os.path.relpath(path, folder) for path, _ in image_paths(folder, left_out)]
+    images: dict[str, str] = {}  # by every name; "" of several images
+    for path in paths:
+        name = os.path.basename(path)
+        for key in {name, os.path.splitext(name)[0]}:
+            images[key] = "" if key in images else path
+    images |= {path: path for path in paths}
     left_out.subtract(file.suffix.lower() for file in files)
-    tables = []
+    tables = list[list[Row]]()
     for file in files:
         notes.append(file.name)
         try:
@@ -48,28 +56,33 @@ def read_tables(
         except ValueError as error:
             rule = f"{notes[-1]}; {error}; or move the table away, if folders are the classes"
             raise DataError(str(file), rule) from error
-    if len(found := [rows for rows in tables if rows]) > 1:
+    tables.sort(key=len)
+    *others, found = ({image for image, *_ in rows} for rows in tables or [[]])
+    if any(named and not named < found for named in others):
         rule = "several tables name images; move all but one away, or write one with a split"
         raise DataError(str(folder), "; ".join([rule, *notes]))
-    return found[0] if found else []
+    return tables[-1] if tables else []
 
 
 def _read_table(
-    file: Path, images: set[str], label_column: str | None, notes: list[str]
+    file: Path, images: Mapping[str, str], label_column: str | None, notes: list[str]
 ) -> list[Row]:
     """Return the images that a table lists, and note how it is read. Raises ValueError."""
     columns, iterator = read_table(file.read_bytes())
     lines = list(iterator)
 
-    def path(row: dict[str, str], column: str) -> str:
+    def find(row: dict[str, str], column: str) -> str | None:
         value = row[column].strip().replace("\\", "/")
-        return os.path.relpath(os.path.join(file.parent, value), file.parent)
+        return images.get(os.path.relpath(os.path.join(file.parent, value), file.parent))
 
-    counts = {c: sum(path(row, c) in images for _, row in lines) for c in _usual(_FILE, columns)}
+    counts = {
+        column: sum(find(row, column) is not None for _, row in lines)
+        for column in _usual(_FILE, columns)
+    }
     of_files = max(counts, key=counts.__getitem__, default="file")
     notes[-1] += f" has the columns {', '.join(map(shorten, columns[:20]))}; "
-    notes[-1] += f"{counts.get(of_files, 0):,} of {len(lines):,} rows name an image by its path "
-    notes[-1] += f"in column {of_files}"
+    notes[-1] += f"{counts.get(of_files, 0):,} of {len(lines):,} rows name an image "
+    notes[-1] += f"by column {of_files}"
     if not counts.get(of_files):
         return []
     others = [name for name in columns if name != of_files]
@@ -88,8 +101,10 @@ def _read_table(
         split = row[splits[0]].strip().lower() if splits else "train"
         if split not in SPLITS:
             raise ValueError(f"line {line}: {splits[0]} must be train or test, not {split!r}")
-        image, label = path(row, of_files), row[labels[0]].strip()
-        if image in images and label:
+        image, label = find(row, of_files), row[labels[0]].strip()
+        if image == "":
+            raise ValueError(f"line {line}: {row[of_files]} names several images; list paths")
+        if image and label:
             if (first := seen.setdefault(image, line)) != line:
                 raise ValueError(f"lines {first} and {line} both name {image}")
             rows.append((image, label, SPLITS[split]))

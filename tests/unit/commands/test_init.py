@@ -121,8 +121,9 @@ def test_a_class_may_be_called_like_a_set_and_others_differ_in_case(
 @pytest.mark.parametrize(
     ("header", "line", "split"),
     [
-        ("path,Category", "images/{stem}.png,{label}", False),
-        ("patient_id,image_name,label,age", "p{i},images/{stem}.png,{label},7", False),
+        ("id,Category", "{stem},{label}", False),
+        ("patient_id,image_id,label,age", "p{i},{stem},{label},7", False),
+        ("path,class", "{stem}.png,{label}", False),
         ("file,label", "./images//{stem}.png,{label}", False),
         ("file,label", "{folder}/images/{stem}.png,{label}", False),
         ("file,label", "images\\{stem}.png, {label} ", False),
@@ -153,7 +154,7 @@ def test_a_table_of_a_flat_folder_is_understood(
     job, table = initialize(folder, output)
     rows = rows_of(job)
     assert "labels.csv has the columns " in table
-    assert "40 of 41 rows name an image by its path" in table
+    assert "40 of 41 rows name an image by column" in table
     assert {row["file"]: row["label"] for row in rows} == {
         f"images/x{i}.png": "ab"[i % 2] for i in range(40)
     }
@@ -167,9 +168,7 @@ def test_a_table_of_a_flat_folder_is_understood(
         ("patient,image,dx", "p1,{path},{label}", "--label-column COLUMN, which may be patient"),
         ("file,label,class", "{path},{label},{label}", "which may be label, class"),
         ("file,label", "{path}.jpg,{label}", "no data to train on; .*0 of 40 rows name an image"),
-        ("id,label", "{stem},{label}", "columns id, label; 0 of 40 rows name an image"),
-        ("file,label", "{stem}.png,{label}", "0 of 40 rows name an image"),
-        ("file,label", "/elsewhere/{path},{label}", "0 of 40 rows .* in column file"),
+        ("file,label", "/elsewhere/{path},{label}", "0 of 40 rows .* by column file"),
         ("photo,label", "{path},{label}", "columns photo, label; 0 of 40 rows name an image"),
         ("file,label", "{path},{stem}", "no class has three images"),
         ("file,label,split,set", "{path},{label},train,test", "several columns may be the split"),
@@ -336,21 +335,41 @@ def test_files_that_cannot_be_read_are_explained(tmp_path: Path, output: Path) -
     refuse(tmp_path, output, "write each array to its own")
 
 
-def test_only_one_table_may_name_images(tmp_path: Path, output: Path) -> None:
+def test_of_several_tables_the_one_with_the_images_of_all_others_is_read(
+    tmp_path: Path, output: Path
+) -> None:
     folder = tmp_path / "set"
-    for i in range(40):
+    for i in range(60):
         write_image(folder / f"x{i}.png")
-    lines = [f"x{i}.png,{'ab'[i % 2]}" for i in range(40)]
-    (folder / "labels.csv").write_text("\n".join(["file,label", *lines, "x41.png,"]))
+    lines = [f"x{i},{'ab'[i % 2]}" for i in range(60)]
+    (folder / "labels.csv").write_text("\n".join(["id,label", *lines[:40], "x41,"]))
+    (folder / "a_submission.csv").write_text("\n".join(["id,label", *lines[:5]]))
     (folder / "log.csv").write_text("epoch,loss\n1,0.5\n")
     job, table = initialize(folder, output)
     assert len(rows_of(job)) == 40
     assert "log.csv has the columns epoch, loss; 0 of 1 rows name an image" in table
     output.unlink()
     output.with_name("job-labels.csv").unlink()
-    (folder / "a_submission.csv").write_text("\n".join(["file,label", *lines[:5]]))
-    with pytest.raises(DataError, match=r"several tables .*a_submission\.csv .*labels\.csv"):
+    for others in (lines[40:], [line.replace(",a", ",b") for line in lines[:40]]):
+        (folder / "a_submission.csv").write_text("\n".join(["id,label", *others]))
+        with pytest.raises(DataError, match=r"several tables .*a_submission\.csv .*labels\.csv"):
+            init(folder, output, lambda _: None)
+
+
+def test_a_table_selects_no_image_whose_name_others_have(tmp_path: Path, output: Path) -> None:
+    folder = tmp_path / "set"
+    for i in range(20):
+        write_image(folder / f"x{i}.png")
+        write_image(folder / "masks" / f"x{i}.png")
+    lines = [f"x{i},{'ab'[i % 2]}" for i in range(20)]
+    (folder / "labels.csv").write_text("\n".join(["id,label", *lines]))
+    with pytest.raises(DataError, match="line 2: x0 names several images"):
         init(folder, output, lambda _: None)
+    (folder / "labels.csv").write_text(
+        "\n".join(["id,label", *(line.replace(",", ".png,") for line in lines)])
+    )
+    rows = rows_of(initialize(folder, output)[0])  # by their paths
+    assert {row["file"] for row in rows} == {f"x{i}.png" for i in range(20)}
 
 
 def test_what_is_left_out_is_said(tmp_path: Path, output: Path) -> None:
