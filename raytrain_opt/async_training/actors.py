@@ -18,7 +18,7 @@ import pickle
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
@@ -138,10 +138,19 @@ class SspCoordinator:
             await asyncio.gather(*[shard.drop.remote(phase, dropped) for shard in self._shards])
             self._changed.notify()
 
+    async def end_early(self, phase: str) -> None:
+        """Let this phase end with the step that has begun."""
+        scheduler = self._of(phase)
+        if scheduler is not None:
+            scheduler.end_early()
+            self._changed.notify()
+
     async def result(self) -> tuple[bool, TrainTotals, StalenessRecord]:
         """Return whether the phase is finished, its sums, and the staleness of its gradients."""
-        assert self._scheduler is not None
-        return self._scheduler.finished, self._scheduler.totals, self._scheduler.staleness
+        scheduler = self._scheduler
+        assert scheduler is not None
+        totals = replace(scheduler.totals, steps=scheduler.end // scheduler.phase.micro_batches)
+        return scheduler.finished, totals, scheduler.staleness
 
     async def keep(self, phase: str, shard: int, version: int, snapshot: bytes) -> None:
         """Keep a shard's snapshot at this version, unless there is a newer one."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -17,8 +18,8 @@ from raytrain_opt.clock import Stopwatch, monotonic_s
 from raytrain_opt.cluster.connection import answer
 from raytrain_opt.config.processes import TimeoutsSection
 from raytrain_opt.errors import PoolError
-from raytrain_opt.pools.commands import Evaluate, MainTrain, StateRef
-from raytrain_opt.pools.protocol import TrainingOutcome, slowest
+from raytrain_opt.pools.commands import Evaluate, MainTrain, Progress, StateRef
+from raytrain_opt.pools.protocol import IsDue, TrainingOutcome, slowest
 from raytrain_opt.pools.ray_pool import RayPool
 from raytrain_opt.pools.state_store import RayStateStore
 from raytrain_opt.recording.records import StalenessRecord
@@ -45,7 +46,10 @@ class AsynchronousTraining:
         self._workers, self._states, self._server = workers, states, server
         self._granularity = Granularity(config.async_splits)
 
-    def train(self, command: MainTrain, *, check: bool) -> TrainingOutcome:
+    def train(
+        self, command: MainTrain, *, check: bool, is_due: IsDue = lambda: False
+    ) -> TrainingOutcome:
+        """As `MainTraining.train`; all workers wait for the end of the last step."""
         stopwatch = Stopwatch()
         command = replace(command, split=self._granularity.split)
         phase = epoch_phase(self._config, command)
@@ -57,20 +61,19 @@ class AsynchronousTraining:
             if check:  # hashed while the training continues
                 loaded = assemble_state(start, self._collect()[0], {})
                 digests.append(hasher.submit(loaded.digest))
-            metrics, totals, staleness = self._train_until_finished(command)
+            with self._ended_when(is_due, phase.id):
+                metrics, totals, staleness = self._train_until_finished(command)
             with stopwatch.measure("average_s"):
                 parts, lost_updates = self._collect()
-                buffers = advance_buffers(
-                    start, [m.buffers for m in metrics], len(phase.steps.lrs)
-                )
-                state = self._states.put(phase.id, assemble_state(start, parts, buffers))
+                buffers = advance_buffers(start, [m.buffers for m in metrics], totals.steps)
+                state_id = f"{phase.epoch}.{phase.steps.first + totals.steps}"
+                state = self._states.put(state_id, assemble_state(start, parts, buffers))
         timings_s = slowest(
             {**w.timings_s, "compute_s": w.duration_s, "data_wait_s": w.data_wait_s}
             for w in metrics
         )
         totals = replace(
             totals,
-            steps=len(phase.steps.lrs),
             duration_s=timings_s["compute_s"],
             data_wait_s=timings_s["data_wait_s"],
         )
@@ -120,6 +123,23 @@ class AsynchronousTraining:
                 command = cast(MainTrain, self._states.renew(command))
             else:
                 return command
+
+    @contextmanager
+    def _ended_when(self, is_due: IsDue, phase: str) -> Iterator[None]:
+        """End the phase that is trained in the block as soon as `is_due`."""
+        show = self._workers.on_wait
+
+        def look(pool: str, progress: Progress | None) -> None:
+            if show is not None:
+                show(pool, progress)
+            if is_due():
+                self._server.coordinator.end_early.remote(phase)
+
+        self._workers.on_wait = look
+        try:
+            yield
+        finally:
+            self._workers.on_wait = show
 
     def _train_until_finished(
         self, command: MainTrain

@@ -71,9 +71,9 @@ def epoch_phase(config: LearnerConfig, command: MainTrain) -> EpochPhase:
     """Return the phase of a command with the learners' settings."""
     factor = ramp_factor(config.batch_ramp.steps, command.epoch)
     return EpochPhase(
-        id=f"{command.epoch}.{command.steps.end}",
+        id=f"{command.epoch}.{command.steps.first}-{command.steps.end}",
         epoch=command.epoch,
-        steps=command.steps,
+        steps=command.steps.before(command.end),
         micro_batches=config.worker_count * command.split * factor,
         bound=config.parallel.staleness_bound,
     )
@@ -107,6 +107,7 @@ class SspScheduler:
 
     phase: EpochPhase
     version: int = 0
+    end: int = field(init=False)  # number of the first micro-batch that does not belong to it
     totals: TrainTotals = TrainTotals(0, 0, (0.0,), 0, 0.0, 0.0)
     dropped: set[int] = field(default_factory=set)  # numbers that have been given anew
     _free: list[int] = field(init=False)
@@ -117,12 +118,13 @@ class SspScheduler:
     _workers: dict[int, _Worker] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._free = list(range(self.phase.size))
+        self.end = self.phase.size
+        self._free = list(range(self.end))
 
     @property
     def finished(self) -> bool:
         """Whether every micro-batch is an update."""
-        return self.version == self.phase.size
+        return self.version == self.end
 
     @property
     def has_work(self) -> bool:
@@ -133,14 +135,21 @@ class SspScheduler:
     def done_numbers(self) -> set[int]:
         """The micro-batches whose gradients have changed the weights, as numbered at first."""
         size = self.phase.size
-        return set(range(size)) - {number % size for number in (*self._free, *self._claims)}
+        return set(range(self.end)) - {number % size for number in (*self._free, *self._claims)}
 
     @property
     def staleness(self) -> StalenessRecord:
         """Number of gradients by staleness, from 0, and mean and maximum."""
-        counts = tuple(self._counts[k] for k in range(max(self._counts, default=-1) + 1))
-        mean = sum(k * n for k, n in enumerate(counts)) / max(1, sum(counts))
-        return StalenessRecord(counts=counts, mean=mean, max=len(counts) - 1)
+        highest = max(self._counts, default=-1)
+        return StalenessRecord.of([self._counts[k] for k in range(highest + 1)])
+
+    def end_early(self) -> None:
+        """Let the phase end with the step of the last micro-batch that was claimed."""
+        size, per_step = self.phase.size, self.phase.micro_batches
+        unclaimed = min((number for number in self._free if number < size), default=self.end)
+        self.end = min(self.end, max(1, math.ceil(unclaimed / per_step)) * per_step)
+        self._free = [number for number in self._free if number % size < self.end]
+        heapq.heapify(self._free)
 
     def heard(self, worker: int, now_s: float) -> None:
         """Record a sign of life."""

@@ -2,7 +2,7 @@
 
 One `Learner` serves as the only slot and the only worker, one command after the other. It computes
 all micro-batches of a global batch itself, so any number of `workers.count` gives the same
-updates. Only the running statistics of BatchNorm differ in rounding: workers pool theirs.
+updates.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import copy
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from raytrain_opt.pools.commands import (
     Command,
     Progress,
     StateRef,
+    time_of,
     to_failure,
 )
 from raytrain_opt.pools.protocol import OnWait, Pools, SynchronousTraining
@@ -91,26 +93,21 @@ class InProcessPool:
             raise
         except Exception as error:
             raise to_failure(error).to_error(f"{self.name} 0") from error
-        duration_s = monotonic_s() - began_s
-        timings_s = getattr(reply, "timings_s", {})
-        self._spans.append(
-            Span(
-                process=f"{self.name} 0",
-                command=command.name,
-                start_s=began_s,
-                duration_s=duration_s,
-                timings_s=timings_s,
+        ended_s = monotonic_s()
+        if time := time_of(command, reply, ended_s - began_s):
+            start_s = ended_s - time.duration_s
+            process = f"{self.name} 0"
+            self._spans.append(
+                Span(process=process, command=command.name, start_s=start_s, **asdict(time))
             )
-        )
         return {0: reply}
 
-    def _on_step(self, done: int, total: int) -> object:
+    def _on_step(self, done: int, total: int) -> None:
         self.has_trained = self.has_trained or done > 0
         due = monotonic_s() >= self._next_report_s or done == 1
         if due and self.on_wait is not None:
             self._next_report_s = monotonic_s() + _REPORT_EVERY_S
-            return self.on_wait(self.name, Progress(done, total))
-        return False
+            self.on_wait(self.name, Progress(done, total))
 
     def drain_log(self) -> tuple[list[Span], list[Event]]:
         spans, self._spans = self._spans, []

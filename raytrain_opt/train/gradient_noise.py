@@ -64,7 +64,7 @@ class NoiseTracker:
 
     Counted back from the phase's last step: a phase that goes on after a resume measures the same.
 
-    All ranks must make the same calls. Values stay on the device until the phase ends.
+    All ranks must make the same calls. Values stay on the device until they are taken.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -100,8 +100,8 @@ class NoiseTracker:
             self._rows.append(row / self._scale(torch.ones_like(total)).square())
         self._remaining -= 1
 
-    def end_phase(self) -> tuple[Pair, ...]:
-        """End the phase; return one pair per measured update."""
+    def take(self) -> tuple[Pair, ...]:
+        """Return one pair for each update that was measured since the last call."""
         if not self._rows:
             return ()
         own, self._rows = torch.stack(self._rows), []
