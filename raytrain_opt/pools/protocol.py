@@ -31,8 +31,8 @@ OnWait = Callable[[str, Progress | None], object]
 # Returns whether a main training shall send its state now, before its last step.
 IsDue = Callable[[], bool]
 
-# A segment takes about this long: a command to 2 workers costs 7 ms (0.2 %). A signal waits for its
-# end.
+# A segment takes about this long: a command to 2 workers costs 7 ms (0.2 %), and a signal waits
+# for the end of the segment.
 _SEGMENT_S = 3.0
 # The first steps of a process take longer than the others, so segments grow to that length.
 _GROWTH = 8
