@@ -23,7 +23,7 @@ import torch
 from raytrain_opt.commands.init_tables import SPLITS, Row, read_tables
 from raytrain_opt.config.data import ArraysData, HoldOut, ImageFolderData, ShardsData
 from raytrain_opt.data import DataInfo, load_shared_data, open_data
-from raytrain_opt.data.base import refuse_channels_last
+from raytrain_opt.data.base import SourceSplit, refuse_channels_last
 from raytrain_opt.data.image_folder import (
     COLUMNS,
     class_folders,
@@ -32,7 +32,7 @@ from raytrain_opt.data.image_folder import (
     left_out_note,
 )
 from raytrain_opt.data.images import center_crop, open_image
-from raytrain_opt.data.source import ImageSource, SourceSplit
+from raytrain_opt.data.source import ImageSource
 from raytrain_opt.errors import DataError, printable
 from raytrain_opt.monitoring import gpu_names
 from raytrain_opt.storage import write_text
