@@ -18,7 +18,7 @@ from raytrain_opt.async_training.weight_shard import (
     from_wire,
     to_wire,
 )
-from raytrain_opt.clock import monotonic_s
+from raytrain_opt.async_training.worker import RemoteServer
 from raytrain_opt.data.base import DataInfo
 from raytrain_opt.models import build_model
 from raytrain_opt.train.state import TrainingState
@@ -57,16 +57,15 @@ class LocalServer:
         return cls(SspScheduler(phase), shards, **kind)
 
 
-@dataclass
-class LocalClient:
-    """The server as one worker sees it; implements `worker_loop.ParameterServer`."""
+class LocalClient(RemoteServer):
+    """The server as one worker sees it."""
 
-    server: LocalServer
-    worker: int
+    def __init__(self, server: LocalServer, worker: int) -> None:
+        self.server, self.worker = server, worker
 
     def claim(self) -> int | None:
         with self.server.changed:
-            return self.server.scheduler.claim(self.worker, monotonic_s())
+            return self.server.scheduler.claim(self.worker)
 
     def begin(self, number: int, version: int) -> bool:
         scheduler = self.server.scheduler
@@ -74,7 +73,7 @@ class LocalClient:
             assert self.server.changed.wait_for(lambda: scheduler.may_begin(), timeout=60)
             if not scheduler.may_begin(version):
                 return False
-            scheduler.begin(self.worker, number, version, monotonic_s())
+            scheduler.begin(number, version)
             return True
 
     def pull(self) -> Weights:
@@ -94,7 +93,7 @@ class LocalClient:
 
     def done(self, result: MicroBatchDone) -> None:
         with self.server.changed:
-            self.server.scheduler.done(self.worker, result, monotonic_s())
+            self.server.scheduler.done(self.worker, result)
             self.server.changed.notify_all()
 
     def wait_for_work(self) -> bool:
