@@ -86,7 +86,6 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "storage_path": str(tmp_path_factory.mktemp("runs")),
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("raytrain_opt.report.page.report_page", lambda _: pytest.skip())
         patch.setattr("raytrain_opt.execution.result.try_write_report", lambda *_: "")
         return Path(run(Job.model_validate(values), in_process=True).run_dir)
 
