@@ -144,7 +144,7 @@ class DataParallel(Parallel):
         self._hooks: list[RemovableHandle] = []
         needs_all = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
         self._balance = LoadBalance(self._device, equal=needs_all)
-        self._noise = NoiseTracker(model)
+        self._noise = NoiseTracker(self._device)
         self._sender = _SideStream(self._device) if self._device.type == "cuda" else _Thread()
         super().__init__(model, section)
         self.forward = self._wrap()
@@ -172,7 +172,6 @@ class DataParallel(Parallel):
         self._last, self._accumulated = number == self.indices[-1], set()
         with (
             self.forward_pass(number),
-            self._noise.micro_batch(),
             nullcontext() if self._last else self.forward.no_sync(),
         ):
             yield
@@ -199,10 +198,14 @@ class DataParallel(Parallel):
         missing = [p for p in trained if p not in self._accumulated]
         torch.autograd.backward(missing, [torch.zeros_like(p) for p in missing])
 
+    def _take_gradients(self, number: int) -> None:
+        self._noise.add(number, (p.grad for p in self._model.parameters() if p.grad is not None))
+        super()._take_gradients(number)
+
     def end_backward(self) -> None:
         self._sender.raise_failure()
         self._gradients = TreeSum(self.indices, self._count)
-        self._noise.end_update(self.indices)
+        self._noise.end_update(p.grad for p in self._model.parameters() if p.grad is not None)
         self.end_forward()
 
     def end_forward(self) -> None:
@@ -251,6 +254,7 @@ class DataParallel(Parallel):
         if bucket.is_last():
             self._balance.on_gradients()
         result = bucket.buffer()
+        self._noise.add(self.indices[-1], [result])
         total = result if self._dtype is None else result.to(self._dtype)
         *nodes, total = self._complete_nodes(bucket, total)
 
