@@ -30,7 +30,7 @@ from raytrain_opt.cluster.connection import (
     ray_session,
     total_resources,
 )
-from raytrain_opt.cluster.resources import PoolPlan, PoolRequest, plan_pools
+from raytrain_opt.cluster.resources import PoolPlan, plan_pools
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem, ResourcesError, StorageError, printable
 from raytrain_opt.execution.check import check_data, check_job
@@ -267,9 +267,7 @@ def _check_room(job: Job | None) -> tuple[list[Finding], PoolPlan | None]:
     if job is None:
         return [], None
     try:
-        plan = plan_pools(
-            PoolRequest.from_job(job, job.learning_rate.max_candidates), total_resources()
-        )
+        plan = plan_pools(job, job.learning_rate.max_candidates, total_resources())
     except ResourcesError as error:
         remedy = (
             "change the job as described; if the cluster adds nodes automatically, a run waits "

@@ -390,7 +390,7 @@ class TrainingRun:
     ) -> RoundRecord:
         names = [str(optimizer.name) for optimizer in self.optimizers]
         return RoundRecord.from_decision(
-            action, self._epoch.results, decision, winner_sha256, names, self.pools.search
+            action, self._epoch.results, decision, winner_sha256, names, self.pools.search_on
         )
 
     def _write_round(self, record: RoundRecord, loaded_sha256: Sequence[str | None] = ()) -> None:

@@ -125,7 +125,6 @@ def in_process_pools(
         SynchronousTraining(workers),
         learner.device.type == "cuda",
         _this_node,
-        "" if with_slots else "there is only this process",
     )
 
 

@@ -194,12 +194,11 @@ class Pools:
     main_training: MainTraining
     use_gpu: bool
     node_resources: Callable[[], list[dict[str, float]]]
-    search_reason: str = ""  # where it was chosen
 
     @property
-    def search(self) -> tuple[Literal["slots", "workers"], str]:
-        """Who trains candidates, and why."""
-        return "workers" if self.slots is None else "slots", self.search_reason
+    def search_on(self) -> Literal["slots", "workers"]:
+        """Who trains candidates."""
+        return "workers" if self.slots is None else "slots"
 
     @property
     def all(self) -> list[Pool]:

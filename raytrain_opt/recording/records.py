@@ -87,9 +87,6 @@ class RoundRecord(Record):
     pretrain_steps: int = Field(description="Optimizer updates of each candidate.")
     kept_steps: int = Field(description="Updates of the winner that the training keeps.")
     search_on: Literal["slots", "workers"] = Field(description="Who trained the candidates.")
-    search_reason: str = Field(
-        description="Why, with `learning_rate.search_on: auto`; empty where the job says it."
-    )
     candidates: tuple[CandidateRecord, ...] = Field(description="All candidates, losers included.")
     metric: Metric = Field(
         Metric(), description="The metric of the task that decides, and whether more is better."
@@ -128,11 +125,11 @@ class RoundRecord(Record):
         decision: Decision,
         winner_sha256: str | None,
         optimizers: Sequence[str],
-        search: tuple[Literal["slots", "workers"], str],
+        search_on: Literal["slots", "workers"],
     ) -> RoundRecord:
         """Return the record of a round, without the fields that only the workers know.
 
-        `optimizers`: names of those of the job. `search`: who trained the candidates, and why.
+        `optimizers`: names of the job's. `search_on`: who trained the candidates.
         """
         return cls(
             epoch=action.epoch,
@@ -140,8 +137,7 @@ class RoundRecord(Record):
             base_lr=action.base_lr,
             pretrain_steps=action.pretrain_steps,
             kept_steps=action.kept_steps,
-            search_on=search[0],
-            search_reason=search[1],
+            search_on=search_on,
             candidates=tuple(
                 CandidateRecord.from_result(result, score, optimizers[result.candidate.optimizer])
                 for result, score in zip(results, decision.scores, strict=True)

@@ -144,11 +144,10 @@ def _search_cost_sentence(run: RunRecords, search: SearchCost) -> Iterator[str]:
     if search.samples is not None:
         fraction = f"{percent(search.samples_fraction, 0)} of the training's samples"
         samples = f"{count(search.samples)} samples ({fraction}) and "
-    reason = f" ({first.search_reason})" if first.search_reason else ""
     yield (
         f"The learning-rate search cost {samples}{duration(search.duration_s)} "
         f"({percent(search.time_fraction)} of the run's time): {times(search.rounds, 'round')}, "
-        f"{times(search.candidates, 'candidate')}, trained on {first.search_on}{reason}."
+        f"{times(search.candidates, 'candidate')}, trained on {first.search_on}."
     )
 
 

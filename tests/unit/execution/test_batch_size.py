@@ -12,7 +12,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from raytrain_opt import Job
-from raytrain_opt.cluster.resources import PoolRequest, plan_pools
+from raytrain_opt.cluster.resources import plan_pools
 from raytrain_opt.config.load import dump_job, parse_job
 from raytrain_opt.data.base import DataInfo
 from raytrain_opt.errors import JobError
@@ -219,7 +219,7 @@ def test_a_slot_that_probes_has_the_resources_and_threads_of_a_worker(tmp_path: 
 
     def config(node: dict[str, float], **workers: Any) -> ResidentConfig:
         spread = job(workers={"count": 4, **workers}, storage_path=str(tmp_path))
-        plan = plan_pools(PoolRequest.from_job(spread, 0), [node] * 2)
+        plan = plan_pools(spread, 0, [node] * 2)
         return prober_config(spread, plan, Placement.from_job(spread), paths, None)
 
     on_cpu = config({"CPU": 8.0}, resources={"CPU": 4})
