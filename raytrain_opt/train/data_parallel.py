@@ -144,7 +144,7 @@ class DataParallel(Parallel):
         self._hooks: list[RemovableHandle] = []
         needs_all = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
         self._balance = LoadBalance(self._device, equal=needs_all)
-        self._noise = NoiseTracker(self._device)
+        self._noise = NoiseTracker(model)
         self._sender = _SideStream(self._device) if self._device.type == "cuda" else _Thread()
         super().__init__(model, section)
         self.forward = self._wrap()
@@ -199,13 +199,14 @@ class DataParallel(Parallel):
         torch.autograd.backward(missing, [torch.zeros_like(p) for p in missing])
 
     def _take_gradients(self, number: int) -> None:
-        self._noise.add(number, (p.grad for p in self._model.parameters() if p.grad is not None))
+        gradients = {p: p.grad for p in self._model.parameters() if p.grad is not None}
+        self._noise.add(number, gradients)
         super()._take_gradients(number)
 
     def end_backward(self) -> None:
         self._sender.raise_failure()
         self._gradients = TreeSum(self.indices, self._count)
-        self._noise.end_update(p.grad for p in self._model.parameters() if p.grad is not None)
+        self._noise.end_update()
         self.end_forward()
 
     def end_forward(self) -> None:
@@ -254,7 +255,9 @@ class DataParallel(Parallel):
         if bucket.is_last():
             self._balance.on_gradients()
         result = bucket.buffer()
-        self._noise.add(self.indices[-1], [result])
+        if self._noise.is_due:
+            gradients = zip(bucket.parameters(), _views(bucket, result), strict=True)
+            self._noise.add(self.indices[-1], dict(gradients))
         total = result if self._dtype is None else result.to(self._dtype)
         *nodes, total = self._complete_nodes(bucket, total)
 

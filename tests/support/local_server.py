@@ -18,7 +18,6 @@ from raytrain_opt.async_training.weight_shard import (
     from_wire,
     to_wire,
 )
-from raytrain_opt.async_training.worker import RemoteServer
 from raytrain_opt.data.base import DataInfo
 from raytrain_opt.models import build_model
 from raytrain_opt.train.state import TrainingState
@@ -57,11 +56,12 @@ class LocalServer:
         return cls(SspScheduler(phase), shards, **kind)
 
 
-class LocalClient(RemoteServer):
-    """The server as one worker sees it."""
+@dataclass
+class LocalClient:
+    """The server as one worker sees it; implements `worker_loop.ParameterServer`."""
 
-    def __init__(self, server: LocalServer, worker: int) -> None:
-        self.server, self.worker = server, worker
+    server: LocalServer
+    worker: int
 
     def claim(self) -> int | None:
         with self.server.changed:
