@@ -18,7 +18,7 @@ from raytrain_opt.pools.commands import (
     SendInitialState,
     StateRef,
 )
-from raytrain_opt.recording.records import Event, Span, StalenessRecord
+from raytrain_opt.recording.records import Event, StalenessRecord
 from raytrain_opt.results import EvalTotals, Predictions, Probe, Split, TrainTotals
 from raytrain_opt.search.policy import CandidateResult, TryCandidates
 
@@ -73,8 +73,8 @@ class Pool(Protocol):
         Residents that died too often are missing. Raises PoolError if the pool ended.
         """
 
-    def drain_log(self) -> tuple[list[Span], list[Event]]:
-        """Return spans and events since the last call, on this process's clock."""
+    def new_events(self) -> list[Event]:
+        """Return the events since the last call, on this process's clock."""
 
     def restarts(self) -> int:
         """Return how often a resident was restarted."""

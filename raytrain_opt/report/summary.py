@@ -68,7 +68,7 @@ def summarize(run: RunRecords) -> RunSummary:
     evaluated = [epoch.test_metric for epoch in run.epochs if epoch.metric is not None]
     best = best_epoch(run.epochs)
     speeds = [epoch.samples_per_s for epoch in run.epochs if epoch.samples_per_s]
-    wall_s = run.result.wall_s if run.result else (run.ends_s[-1] if run.epochs else None)
+    wall_s = run.result.wall_s if run.result else (run.epochs[-1].end_s if run.epochs else None)
     min_lr, max_lr = _lr_range(run)
     search = _search_cost(run, wall_s)
     return RunSummary(

@@ -51,9 +51,6 @@ with injected([{fault}]):
     assert {line["search_on"] for line in rounds} == {"workers"}
     assert {c["optimizer"] for line in rounds for c in line["candidates"]} > {"Muon", "SGD"}
     assert {c["slot"] for line in rounds for c in line["candidates"]} == {-1}
-    spans = read_lines(str(result.parent), "timeline")
-    pretraining = [span["process"] for span in spans if span["command"] == "pretrain"]
-    assert sorted(pretraining) == ["worker 0"] * len(rounds) + ["worker 1"] * len(rounds)
 
 
 @pytest.mark.timeout(600)

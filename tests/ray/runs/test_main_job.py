@@ -34,17 +34,9 @@ def test_every_worker_loaded_the_winners_state(finished: RunResult) -> None:
         assert line["loaded_sha256"] == [line["winner_sha256"]] * 2
 
 
-def test_the_report_and_the_timeline_are_written(finished: RunResult) -> None:
+def test_the_report_is_written(finished: RunResult) -> None:
     page = (Path(finished.run_dir) / "report.html").read_text()
     assert f"{finished.test_metric:.2%}".replace("%", " %") in page
-    spans = read_lines(finished.run_dir, "timeline")
-    commands = [(span["process"], span["command"]) for span in spans if span["epoch"] == 2]
-    for pool, command in [("slot", "pretrain"), ("worker", "main_train"), ("worker", "evaluate")]:
-        assert {name for name, done in commands if done == command} == {f"{pool} 0", f"{pool} 1"}
-    assert ("driver", "checkpoint") in commands
-    for span in spans:
-        assert 0 <= span["start_s"] <= span["start_s"] + span["duration_s"] <= finished.wall_s
-        assert sum(span["timings_s"].values()) <= span["duration_s"]
 
 
 def test_no_file_of_a_run_holds_what_is_secret_in_the_environment(finished: RunResult) -> None:

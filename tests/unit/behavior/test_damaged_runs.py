@@ -139,7 +139,7 @@ def test_a_resume_that_is_refused_changes_no_byte(
     if not has_lock:
         (unfinished / ".lock").unlink()
     counted, hashed = ("epochs.jsonl", "schedule.jsonl"), (INDEX, "checkpoints/*/weights.*")
-    for name in (*counted, *hashed, "job.yaml", "timeline.jsonl", "events.jsonl", ".lock"):
+    for name in (*counted, *hashed, "job.yaml", "events.jsonl", ".lock"):
         run_dir = copied(unfinished, name, damage)
         before, refusal = tree(run_dir), ""
         try:
