@@ -1,6 +1,6 @@
 """From the command to the first step of the main training, beside a bare TorchTrainer.
 
-    python -m benchmarks.startup [--pairs 5] [--profile]
+    python -m benchmarks.startup [--pairs 5]
 
 Each round runs three commands one after the other, each in a new process that starts Ray on this
 machine, on scikit-learn's digits with the quickstart's network and 2 workers:
@@ -11,9 +11,9 @@ machine, on scikit-learn's digits with the quickstart's network and 2 workers:
 
 `ratio_without_slots` and `ratio_with_slots` are medians of the ratios to `bare` in the same
 round, of the seconds from the start of the process until rank 0 has made its first step (ours:
-the end of the main training's first step, from the timeline). `quickstart_s` is the wall time of
+the end of the main training's first step, from the records). `quickstart_s` is the wall time of
 the whole command `raytrain-opt run jobs/quickstart.yaml`, report and shutdown of Ray included.
-`--profile` prints CPU seconds by process of one run with slots. The last line is one JSON object.
+The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from time import sleep
 from typing import Any
-
-import psutil
 
 from benchmarks.common import machine
 from raytrain_opt.clock import monotonic_s
@@ -91,17 +88,17 @@ def ours_s(overrides: Sequence[str]) -> float:
         began_s = monotonic_s()
         output = run_command(command)
         (run_dir,) = (path for path in Path(folder).iterdir() if path.is_dir())
-        lines = (run_dir / "timeline.jsonl").read_text().splitlines()
-    spans = [json.loads(line) for line in lines]
-    span = next(s for s in spans if (s["process"], s["command"]) == ("worker 0", "main_train"))
+        epoch = json.loads((run_dir / "epochs.jsonl").read_text())
     started_s = float(output.split("STARTED", 1)[1].split()[0])
-    return started_s - began_s + float(span["start_s"]) + first_step_s(span)
+    return started_s - began_s + first_step_s(epoch)
 
 
-def first_step_s(span: dict[str, Any]) -> float:
-    """Return the seconds from the start of an epoch's main training to its first update."""
-    load_s = float(span["timings_s"]["load_s"])
-    return load_s + (float(span["duration_s"]) - load_s) / STEPS
+def first_step_s(epoch: dict[str, Any]) -> float:
+    """Return the seconds of the run until the first update of an epoch's main training."""
+    parts_s = epoch["timings_s"]
+    train_s, load_s = float(parts_s["main_train_s"]), float(parts_s["main_load_s"])
+    start_s = float(epoch["end_s"]) - float(parts_s["evaluate_s"]) - train_s
+    return start_s + load_s + (train_s - load_s) / STEPS
 
 
 STEPS = 22  # of the quickstart's epoch; with slots a quarter less, which changes 10 ms
@@ -126,40 +123,11 @@ def quickstart_s() -> float:
         return monotonic_s() - began_s
 
 
-def profile() -> list[tuple[str, float]]:
-    """Run the quickstart; return its processes (by Ray's titles) with their CPU seconds."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "raytrain_opt", "run", str(JOB)]
-        process = psutil.Popen(
-            [*command, "--set", f"storage_path={folder}"], cwd=ROOT, stdout=subprocess.DEVNULL
-        )
-        seconds: dict[int, tuple[str, float]] = {}
-        while process.poll() is None:
-            try:
-                processes = [process, *process.children(recursive=True)]
-            except psutil.NoSuchProcess:
-                break
-            for one in processes:
-                try:
-                    times = one.cpu_times()
-                    title = " ".join(Path(part).name for part in one.cmdline()[:2]).split(".")[0]
-                except (psutil.NoSuchProcess, psutil.ZombieProcess):
-                    continue
-                seconds[one.pid] = (title, times.user + times.system)
-            sleep(0.05)
-    return sorted(seconds.values(), key=lambda entry: -entry[1])
-
-
 def main() -> None:
     """Run the rounds and print the ratios."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
-    if arguments.profile:
-        for title, cpu_s in profile():
-            print(f"{cpu_s:6.2f} s  {title}")
-        return
     rows = []
     for number in range(arguments.pairs):
         row = {

@@ -173,21 +173,15 @@ def find_batch_size(job_file: str, overrides: tuple[str, ...], **options: Any) -
 
 
 @main.command()
-@_run_dirs
-@_json
-def report(run_dirs: tuple[str, ...], as_json: bool) -> None:
+@click.argument("run_dir")
+def report(run_dir: str) -> None:
     """Write the report of a run, RUN_DIR/report.html, with its plots.
 
-    With several runs, also compare them; the comparison is written into the first.
-
-    Example: raytrain-opt report runs/quickstart-*
+    Example: raytrain-opt report runs/RUN
     """
-    from raytrain_opt.report import summaries, write_report
+    from raytrain_opt.report import write_report
 
-    if as_json:
-        click.echo(json.dumps(summaries(run_dirs), indent=2))
-    else:
-        _echo(f"report  {printable(write_report(run_dirs), kept='')}")
+    _echo(f"report  {printable(write_report(run_dir), kept='')}")
 
 
 @main.command()
@@ -328,7 +322,7 @@ def shard(folder: str, output: str) -> None:
     "--label-column", metavar="NAME", help="The column of a CSV file with the class of each image."
 )
 def init(folder: str, output: str, label_column: str | None) -> None:
-    """Write a job file for the images, arrays or shards in FOLDER, by default this directory.
+    """Write a job file for the images or arrays in FOLDER, by default this directory.
 
     Example: raytrain-opt init photos --output photos.yaml
     """

@@ -247,7 +247,7 @@ def _bounds(
     )
     max_step_s = _TRAINING_FRACTION * length.seconds / section.min_updates
     bounds = replace(bounds, max_step_s=max_step_s)
-    if getattr(section, "objective", None) in ("auto", "goodput"):
+    if getattr(section, "objective", None) == "auto":
         bounds = replace(bounds, noise_scale=_measured_noise_scale(job, note))
     return bounds
 

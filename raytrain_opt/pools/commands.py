@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -161,7 +161,6 @@ class MainTrainReply:
 
     totals: TrainTotals  # over all workers
     loaded_sha256: str | None  # of the state it began with; None if that was its own
-    duration_s: float  # since that state, of which `timings_s` are parts
     timings_s: dict[str, float]
     state: StateRef | None  # from rank 0
     parallel: dict[str, object] = field(default_factory=dict)  # how gradients were exchanged
@@ -238,22 +237,6 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class CommandTime:
-    """How long a resident took for a command, and the parts that the command measured itself."""
-
-    duration_s: float
-    timings_s: Mapping[str, float] = field(default_factory=dict)
-
-
-def time_of(command: Command, reply: object, elapsed_s: float) -> CommandTime | None:
-    """Return what a resident took for a command, once for all segments until a state is sent."""
-    if isinstance(command, MainTrain) and not command.sends:
-        return None
-    duration_s = getattr(reply, "duration_s", elapsed_s)
-    return CommandTime(duration_s, getattr(reply, "timings_s", {}))
-
-
-@dataclass(frozen=True)
 class Reply:
     """A resident's reply to the command of this number."""
 
@@ -261,7 +244,6 @@ class Reply:
     number: int
     value: Any  # pickled, unless it has a reference to a state, which Ray has to count
     failed: bool = False  # it is a Failure or StateLost
-    time: CommandTime | None = None
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class Worker(CandidateTrainer):
         self._first_step_s: float | None = None
         self._hasher = ThreadPoolExecutor(1)
         self._digest: Future[str] | None = None
-        self._stopwatch, self._began_s = Stopwatch(), 0.0  # since the state of `_origin`
+        self._stopwatch = Stopwatch()  # since the state of `_origin`
 
     def handle(self, command: Command, on_step: OnStep) -> Any:
         """Execute a command and return its reply; time the run's first step."""
@@ -71,7 +71,7 @@ class Worker(CandidateTrainer):
         return super()._execute(command, on_step)
 
     def _begin(self, command: MainTrain) -> None:
-        self._stopwatch, self._began_s, self._digest = Stopwatch(), monotonic_s(), None
+        self._stopwatch, self._digest = Stopwatch(), None
         with self._stopwatch.measure("load_s"):
             if self._load(command.state) or self._live_candidate is not None:
                 # Read back and copied, so that it is hashed while the training continues.
@@ -103,12 +103,10 @@ class Worker(CandidateTrainer):
             "compute_s": totals.duration_s - totals.data_wait_s,
         }
         sha256 = None if self._digest is None else self._digest.result()
-        duration_s = monotonic_s() - self._began_s
         if not is_end:
             self._origin = self._live_id
-            self._stopwatch, self._began_s, self._digest = Stopwatch(), monotonic_s(), None
-        parallel = self._describe_parallel()
-        return MainTrainReply(totals, sha256, duration_s, timings_s, ref, parallel)
+        self._stopwatch, self._digest = Stopwatch(), None
+        return MainTrainReply(totals, sha256, timings_s, ref, self._describe_parallel())
 
     def _describe_parallel(self) -> dict[str, object]:
         return {

@@ -25,7 +25,6 @@ from raytrain_opt.recording.records import (
     ResultRecord,
     RoundRecord,
     ScheduleRecord,
-    Span,
 )
 from raytrain_opt.remote import INDEX
 from raytrain_opt.results import Metric
@@ -54,7 +53,6 @@ class RunRecords:
     epochs: Sequence[EpochRecord] = ()
     rounds: Sequence[RoundRecord] = ()
     probes: Sequence[BatchSizeProbeRecord] = ()
-    spans: Sequence[Span] = ()
     events: Sequence[Event] = ()
     batch_size: BatchSizeRecord | None = None
     schedule: Sequence[ScheduleRecord] = ()
@@ -94,6 +92,13 @@ class RunRecords:
         return int(self.job["global_batch_size"])
 
     @property
+    def wall_s(self) -> float | None:
+        """Time of the run until its end, or until that of its last epoch."""
+        if self.result is not None:
+            return self.result.wall_s
+        return self.epochs[-1].end_s if self.epochs else None
+
+    @property
     def is_batch_size_search(self) -> bool:
         """Whether the run chose a batch size and has trained nothing (yet)."""
         return self.batch_size is not None and not self.epochs and not self.rounds
@@ -110,22 +115,6 @@ class RunRecords:
             return before[epoch - 1]
         last = before[-1] - before[-2] if len(before) > 1 else 0
         return before[-1] + last * (epoch - len(before))
-
-    @cached_property
-    def ends_s(self) -> list[float]:
-        """End of each epoch, in seconds of the run: the end of its last span."""
-        ends_s = {span.epoch: span.start_s + span.duration_s for span in self.spans}
-        # Without spans of an epoch (a record was cut), only the duration is known.
-        sums_s = accumulate(epoch.duration_s for epoch in self.epochs)
-        return [ends_s.get(e.epoch, sum_s) for e, sum_s in zip(self.epochs, sums_s, strict=True)]
-
-    @cached_property
-    def rounds_by_epoch(self) -> Mapping[int, Sequence[RoundRecord]]:
-        """Rounds of each epoch that had any."""
-        rounds: dict[int, list[RoundRecord]] = {}
-        for record in self.rounds:
-            rounds.setdefault(record.epoch, []).append(record)
-        return rounds
 
 
 def read_run(run_dir: str, shown: str | None = None) -> RunRecords:
@@ -150,7 +139,6 @@ def read_run(run_dir: str, shown: str | None = None) -> RunRecords:
         epochs=read_lines(run_dir, "epochs.jsonl", EpochRecord, epochs),
         rounds=read_lines(run_dir, "rounds.jsonl", RoundRecord, rounds),
         probes=read_lines(run_dir, "batch_size.jsonl", BatchSizeProbeRecord),
-        spans=read_lines(run_dir, "timeline.jsonl", Span),
         events=read_lines(run_dir, "events.jsonl", Event),
         batch_size=read_record(run_dir, "batch_size.json", BatchSizeRecord),
         schedule=read_lines(run_dir, "schedule.jsonl", ScheduleRecord, epochs),

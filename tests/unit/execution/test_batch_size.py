@@ -12,7 +12,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from raytrain_opt import Job
-from raytrain_opt.cluster.resources import PoolRequest, plan_pools
+from raytrain_opt.cluster.resources import plan_pools
 from raytrain_opt.config.load import dump_job, parse_job
 from raytrain_opt.data.base import DataInfo
 from raytrain_opt.errors import JobError
@@ -23,7 +23,6 @@ from raytrain_opt.paths import RunPaths
 from raytrain_opt.pools.programs import ResidentConfig
 from raytrain_opt.recording.reader import read_record
 from raytrain_opt.recording.records import BatchSizeProbeRecord, BatchSizeRecord
-from raytrain_opt.results import GradientNorms, Probe
 from raytrain_opt.search.batch_size.strategy import BatchSizeChoice, SizeBounds
 from raytrain_opt.search.noise_scale import NoiseScale
 from tests.support.synthetic_runs import probe_line, write_run
@@ -100,7 +99,7 @@ def test_what_belongs_to_a_batch_size_excludes_a_search(changes: Any, message: s
         ({"target_pct": 99}, "batch_size_search.target_pct"),
         ({"objective": "speed"}, "batch_size_search.objective"),
         (
-            {"strategy": "epoch_time_minimize", "objective": "goodput"},
+            {"strategy": "epoch_time_minimize", "objective": "auto"},
             "batch_size_search.objective",
         ),
         ({"utilization": {"period_s": 0.01}}, "batch_size_search.utilization.period_s"),
@@ -219,7 +218,7 @@ def test_a_slot_that_probes_has_the_resources_and_threads_of_a_worker(tmp_path: 
 
     def config(node: dict[str, float], **workers: Any) -> ResidentConfig:
         spread = job(workers={"count": 4, **workers}, storage_path=str(tmp_path))
-        plan = plan_pools(PoolRequest.from_job(spread, 0), [node] * 2)
+        plan = plan_pools(spread, 0, [node] * 2)
         return prober_config(spread, plan, Placement.from_job(spread), paths, None)
 
     on_cpu = config({"CPU": 8.0}, resources={"CPU": 4})
@@ -228,17 +227,3 @@ def test_a_slot_that_probes_has_the_resources_and_threads_of_a_worker(tmp_path: 
     assert on_cpu.learner.worker_count == 4
     on_gpu = config({"CPU": 8.0, "GPU": 2.0}, resources={"GPU": 0.6})
     assert on_gpu.plan.slot_resources == {"GPU": 1.0}
-
-
-@pytest.mark.parametrize("measured", [True, False])
-def test_a_probes_line_has_the_noise_scale_for_its_norms(measured: bool) -> None:
-    norms = GradientNorms(8, 16, ((1 + 100 / 8, 1 + 100 / 16),) * 5) if measured else None
-    probe = Probe(8, "ok", 1.0, 0.1, norms=norms)
-    record = BatchSizeProbeRecord.from_probe(1, probe, "first", check=False, pid=None)
-    line = json.loads(record.model_dump_json())
-    assert "norms" not in line
-    if measured:
-        assert line["noise_scale"]["value"] == pytest.approx(100)
-        assert line["noise_scale"]["updates"] == 5
-    else:
-        assert line["noise_scale"] is None
