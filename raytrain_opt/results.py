@@ -248,7 +248,6 @@ class Probe:
     utilization_samples: int = 0
     peak_memory_mib: float = math.nan
     joule_per_sample: float | None = None
-    norms: GradientNorms | None = None  # if the search needs them
     why: str = ""  # memory ran out
 
     @property

@@ -47,11 +47,6 @@ class _BatchSizeSearch(Section):
     utilization: UtilizationSection = Field(default_factory=UtilizationSection)
     """How the utilization of the device is measured."""
 
-    @property
-    def measures_noise(self) -> bool:
-        """Whether probes also measure the noise of gradients."""
-        return False
-
 
 class ThroughputKneeSearch(_BatchSizeSearch):
     """Find the smallest batch size that is nearly as fast as the fastest (of this project)."""
@@ -61,17 +56,11 @@ class ThroughputKneeSearch(_BatchSizeSearch):
     relative_error: ClassVar[float] = 0.02
 
     strategy: Literal["throughput_knee"]
-    objective: Literal["auto", "samples_per_s", "goodput"] = "auto"
-    """The objective to maximize. goodput: samples/s times the progress per sample, which falls as
-    the global batch approaches the gradient noise scale. auto: goodput where a finished run of
-    this name, model, data and loss below storage_path measured the noise scale, else samples/s."""
     tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.02
-    """Fraction of the best objective to give up for a smaller batch size."""
-
-    @property
-    def measures_noise(self) -> bool:
-        """Whether the objective needs the noise of gradients."""
-        return self.objective == "goodput"
+    """Fraction of the best objective to give up for a smaller batch size: of samples/s or, where a
+    finished run of this name, model, data and loss below storage_path measured the gradient noise
+    scale, of goodput. That is samples/s times the progress per sample, which falls as the global
+    batch approaches the noise scale."""
 
 
 class _Published(_BatchSizeSearch):

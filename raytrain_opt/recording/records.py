@@ -259,9 +259,6 @@ class BatchSizeProbeRecord(Record):
     peak_memory_mib: Number = Field(description="Peak memory of the slot that probes.")
     joule_per_sample: Number = Field(description="Energy per sample; null when not measured.")
     error: str = Field(description="Message of the out-of-memory error; otherwise empty.")
-    noise_scale: NoiseScale | None = Field(
-        None, description="Noise scale of the gradients; null when not measured."
-    )
     pid: int | None = Field(None, description="Process that measured; null when it died.")
 
     @classmethod
@@ -274,7 +271,6 @@ class BatchSizeProbeRecord(Record):
             "check": check,
             "reason": reason,
             "error": probe.why,
-            "noise_scale": None if probe.norms is None else NoiseScale.from_norms(probe.norms),
             "pid": pid,
         }
         return cls.from_values(vars(probe) | values)

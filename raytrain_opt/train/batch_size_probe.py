@@ -22,8 +22,7 @@ from raytrain_opt.models.factory import preserve_model
 from raytrain_opt.monitoring import NullSampler, Sampler, UtilizationMonitor, open_sampler
 from raytrain_opt.optim.averaging import use_training_weights
 from raytrain_opt.optim.update import update_weights
-from raytrain_opt.results import GradientNorms, Probe
-from raytrain_opt.train.gradient_noise import GradientNormMeter
+from raytrain_opt.results import Probe
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.phase import is_out_of_memory
 from raytrain_opt.train.state import capture, restore
@@ -41,10 +40,6 @@ _WARMUP_S, _TIMED_S, _MIN_STEPS = 0.5, 1.0, 2
 _MIN_UTILIZATION_SAMPLES = 3
 # Prior for the relative spread of step times, and the number of steps it counts as.
 _PRIOR_SPREAD, _PRIOR_STEPS = 0.03, 3
-# Gradient noise: micro-batches and samples that make up one large gradient, and the number of
-# large gradients. The bounds limit both the noise of the estimate and the time of a probe.
-_MIN_MICRO_BATCHES, _MAX_MICRO_BATCHES, _NOISE_SAMPLES = 2, 32, 256
-_MIN_LARGE, _MAX_LARGE = 2, 8
 
 
 @dataclass
@@ -177,7 +172,6 @@ def _measure(
         while not _is_precise(loop.step_times_s(), len(monitor.samples), section, steps_factor):
             loop.run(_TIMED_STEPS, _TIMED_S, min_steps=_MIN_STEPS)
     step_s, part_s = loop.step_times_s(), loop.timings_s().mean(axis=0)
-    norms = loop.gradient_norms(batch_size, len(step_s)) if section.measures_noise else None
     if steps_factor > 1:
         training.model.eval()
         training.evaluate(batch_size)
@@ -197,7 +191,6 @@ def _measure(
         utilization_samples=len(monitor.samples),
         peak_memory_mib=memory.peak_bytes() / _MIB,
         joule_per_sample=None if monitor.energy_j is None else monitor.energy_j / samples,
-        norms=norms,
         why=why,
     )
 
@@ -236,35 +229,6 @@ class _Loop:
         mark()
         update_weights(training.optimizer, training.scaler, training.clip_norm)
         mark()
-
-    def gradient_norms(self, batch_size: int, batches: int) -> GradientNorms:
-        """Measure the norms of gradients at the current weights, on about `batches` batches.
-
-        A job's probes train at learning rate 0, so these are the initial weights. The noise
-        scale grows during training, often more than tenfold, so a batch size chosen by it is
-        rather too small than too large. Unlike in a training step, the gradients take memory
-        while the next batch is computed.
-        """
-        micro_batches = math.ceil(_NOISE_SAMPLES / batch_size)
-        micro_batches = min(max(_MIN_MICRO_BATCHES, micro_batches), _MAX_MICRO_BATCHES)
-        large = min(max(_MIN_LARGE, batches // micro_batches), _MAX_LARGE)
-        meter = GradientNormMeter(self._training.model)
-        rows = [self._measure_norms(meter, micro_batches) for _ in range(large)]
-        pairs = tuple((small, big) for small, big in torch.stack(rows).tolist())
-        return GradientNorms(batch_size, micro_batches * batch_size, pairs)
-
-    def _measure_norms(self, meter: GradientNormMeter, micro_batches: int) -> Tensor:
-        """Return the mean squared norm of several gradients, and the one of their mean: [2]."""
-        training = self._training
-        training.optimizer.zero_grad(set_to_none=True)
-        for batch in islice(self._batches, micro_batches):
-            with training.autocast():
-                loss = training.loss(batch) / micro_batches
-            with meter.micro_batch():
-                training.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        mean_square = meter.take().sum() * micro_batches
-        scale_square = training.scaler.scale(torch.ones_like(mean_square)).square()
-        return torch.stack((mean_square, meter.square_of_sum())) / scale_square
 
     def timings_s(self) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Return the seconds of each part of each timed step, [step, part]."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from raytrain_opt.results import GradientNorms, Probe
+from raytrain_opt.results import Probe
 from raytrain_opt.search.batch_size.strategy import (
     BatchSizeChoice,
     ProbeRequest,
@@ -54,7 +54,6 @@ class Machine:
     noise: float = 0.0
     seed: int = 0
     utilization_pct: Callable[[int], float] = lambda size: math.nan
-    noise_scale: float | None = None  # of gradients, measured with noise; None: not measured
     history: list[Probe] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -78,25 +77,12 @@ class Machine:
             float(noisy),
             rate * self.noise,
             utilization_pct=used,
-            norms=self._norms(size),
         )
-
-    def _norms(self, size: int) -> GradientNorms | None:
-        """Draw the norms of 8 updates, with |G|^2 = 1 in 100 dimensions, tr S = noise scale."""
-        if self.noise_scale is None:
-            return None
-        micro_batches = max(2, 256 // size)
-        spread = math.sqrt(self.noise_scale / 100 / size)
-        own = 0.1 + spread * self._random.standard_normal((8, micro_batches, 100))
-        small = np.square(own).sum(axis=2).mean(axis=1)
-        big = np.square(own.mean(axis=1)).sum(axis=1)
-        pairs = tuple(zip(small.tolist(), big.tolist(), strict=True))
-        return GradientNorms(size, micro_batches * size, pairs)
 
     def goodput(self, size: int) -> float:
         """Return the true samples/s times the progress per sample."""
-        assert self.noise_scale is not None
-        noise = 1 + size * self.bounds.workers / self.noise_scale
+        assert self.bounds.noise_scale is not None
+        noise = 1 + size * self.bounds.workers / self.bounds.noise_scale
         return self.curve.samples_per_s(size) / noise
 
     def goodput_regret(self, choice: BatchSizeChoice) -> float:

@@ -12,9 +12,9 @@ the model below) and computes for each size the fraction of the best samples/s t
 - Otherwise its *competitor* is the size that most often beats it by more than that. Measure
   the size, new or again, that reveals most about the difference between the two.
 
-With `objective: goodput` all this holds for samples/s times the progress per sample, which falls
-with the global batch size: 1 / (1 + global batch size / noise scale), see `search.noise_scale`.
-The noise scale is the one that an earlier run of the job measured, else that of all probes.
+Where an earlier run of the job measured the gradient noise scale, all this holds for samples/s
+times the progress per sample, which falls with the global batch size: 1 / (1 + global batch size
+/ noise scale), see `search.noise_scale`.
 
 Sizes grow at most by a factor of 4. After a size that did not fit, the interval up to it is
 bisected (in the logarithm), while sizes in it may be faster by more than the tolerance.
@@ -52,7 +52,7 @@ from numpy.typing import NDArray
 from raytrain_opt.config.batch_size import ThroughputKneeSearch
 from raytrain_opt.results import Probe
 from raytrain_opt.search.batch_size.strategy import BatchSizeChoice, ProbeRequest, SizeBounds
-from raytrain_opt.search.noise_scale import NoiseScale, log_efficiency, pool_noise_scales
+from raytrain_opt.search.noise_scale import log_efficiency
 
 Array = NDArray[np.float64]
 
@@ -227,17 +227,9 @@ class ThroughputKnee:
 
     def _posterior(self, measured: Sequence[Probe], largest: int) -> _Posterior:
         posterior = _Posterior.from_measurements(measured, largest)
-        objective, known = self.section.objective, self.bounds.noise_scale
-        if objective == "samples_per_s" or (objective == "auto" and known is None):
+        if self.bounds.noise_scale is None:
             return posterior
-        if known is not None:
-            return posterior.of_goodput(known, f"{known:.3g}", self.bounds.workers)
-        estimates = [NoiseScale.from_norms(m.norms) for m in measured if m.norms is not None]
-        valid = [estimate for estimate in estimates if estimate is not None]
-        if not valid:
-            return replace(posterior, objective="goodput (no noise scale could be measured)")
-        noise = pool_noise_scales(valid)
-        return posterior.of_goodput(noise.value, str(noise), self.bounds.workers)
+        return posterior.of_goodput(self.bounds.noise_scale, self.bounds.workers)
 
     def _decide(
         self, posterior: _Posterior, too_large: int | None
@@ -279,10 +271,10 @@ class _Posterior:
         errors = [p.error * math.sqrt(repeats[p.batch_size]) for p in points]
         return cls(tuple(points), sizes, draw_curves(points, sizes), float(np.median(errors)))
 
-    def of_goodput(self, noise_scale: float, text: str, workers: int) -> _Posterior:
-        """Return the curves of goodput; `text`: the noise scale for messages."""
+    def of_goodput(self, noise_scale: float, workers: int) -> _Posterior:
+        """Return the curves of goodput."""
         efficiencies = [log_efficiency(noise_scale, workers * size) for size in self.sizes]
-        objective = f"goodput at a noise scale of {text}"
+        objective = f"goodput at a noise scale of {noise_scale:.3g}"
         return replace(self, curves=self.curves + np.array(efficiencies), objective=objective)
 
     @property

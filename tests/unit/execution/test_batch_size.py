@@ -23,7 +23,6 @@ from raytrain_opt.paths import RunPaths
 from raytrain_opt.pools.programs import ResidentConfig
 from raytrain_opt.recording.reader import read_record
 from raytrain_opt.recording.records import BatchSizeProbeRecord, BatchSizeRecord
-from raytrain_opt.results import GradientNorms, Probe
 from raytrain_opt.search.batch_size.strategy import BatchSizeChoice, SizeBounds
 from raytrain_opt.search.noise_scale import NoiseScale
 from tests.support.synthetic_runs import probe_line, write_run
@@ -210,8 +209,6 @@ def test_a_noise_scale_is_taken_from_the_newest_finished_run_of_the_job(tmp_path
     assert f"the noise scale of {damaged} is not used" in text
     run(4, 20.0, searched)
     assert known() == pytest.approx(20)
-    searched = job({"objective": "samples_per_s"}, storage_path=str(tmp_path))
-    assert known() is None
 
 
 def test_a_slot_that_probes_has_the_resources_and_threads_of_a_worker(tmp_path: Path) -> None:
@@ -228,17 +225,3 @@ def test_a_slot_that_probes_has_the_resources_and_threads_of_a_worker(tmp_path: 
     assert on_cpu.learner.worker_count == 4
     on_gpu = config({"CPU": 8.0, "GPU": 2.0}, resources={"GPU": 0.6})
     assert on_gpu.plan.slot_resources == {"GPU": 1.0}
-
-
-@pytest.mark.parametrize("measured", [True, False])
-def test_a_probes_line_has_the_noise_scale_for_its_norms(measured: bool) -> None:
-    norms = GradientNorms(8, 16, ((1 + 100 / 8, 1 + 100 / 16),) * 5) if measured else None
-    probe = Probe(8, "ok", 1.0, 0.1, norms=norms)
-    record = BatchSizeProbeRecord.from_probe(1, probe, "first", check=False, pid=None)
-    line = json.loads(record.model_dump_json())
-    assert "norms" not in line
-    if measured:
-        assert line["noise_scale"]["value"] == pytest.approx(100)
-        assert line["noise_scale"]["updates"] == 5
-    else:
-        assert line["noise_scale"] is None

@@ -18,7 +18,6 @@ from torch.nn.functional import cross_entropy
 import raytrain_opt.train.batch_size_probe as probe_module
 from raytrain_opt.config.batch_size import GpuUsageMaximizeSearch, ThroughputKneeSearch
 from raytrain_opt.data.base import Batch
-from raytrain_opt.search.noise_scale import NoiseScale
 from raytrain_opt.train import step_timer
 from raytrain_opt.train.batch_size_probe import ProbedTraining, mean_and_error, measure
 from raytrain_opt.train.phase import is_out_of_memory
@@ -236,66 +235,6 @@ def test_the_check_takes_more_steps_and_evaluates() -> None:
     training = probed(evaluate=evaluated.append)
     assert measure(training, 8, SECTION, sampler(), steps_factor=3).steps >= 3 * 5
     assert evaluated == [8]
-
-
-GOODPUT = SECTION.model_copy(update={"objective": "goodput"})
-
-
-def test_noise_is_measured_on_request_and_leaves_no_trace() -> None:
-    training = probed()
-    train(training, 2)
-    before = everything(training)
-    assert measure(training, 8, SECTION, sampler()).norms is None
-    norms = measure(training, 8, GOODPUT, sampler()).norms
-    assert everything(training) == before
-    assert norms is not None
-    assert (norms.small_batch, norms.big_batch) == (8, 256)
-    assert 2 <= len(norms.pairs) <= 8
-    assert all(0 < big < small for small, big in norms.pairs)
-
-
-@pytest.mark.parametrize(
-    ("size", "together"), [(1000, 2000), (200, 400), (100, 300), (3, 96), (2, 64)]
-)
-def test_noise_is_measured_over_several_batches(size: int, together: int) -> None:
-    norms = measure(probed(), size, GOODPUT, sampler()).norms
-    assert norms is not None
-    assert (norms.small_batch, norms.big_batch) == (size, together)
-
-
-class Offset(nn.Module):
-    """The loss of x is (w - x)^2 / 2: its gradient is w - x, of unit variance in each of 50."""
-
-    def __init__(self, distance: float) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.full((50,), distance))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w - x
-
-
-def test_the_measured_noise_is_that_of_the_gradients() -> None:
-    """tr S is 50, |G|^2 is 50 x 4."""
-
-    def normal(size: int, on_copy: Callable[[], None]) -> Iterator[Batch]:
-        while True:
-            on_copy()
-            yield Batch(torch.randn(size, 50), torch.zeros(size))
-
-    torch.manual_seed(0)
-    model = Offset(2.0)
-    training = probed(
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        batches=normal,
-        loss=lambda batch: 0.5 * model(batch.x).square().sum(dim=1).mean(),
-    )
-    norms = measure(training, 64, GOODPUT, sampler()).norms
-    assert norms is not None
-    noise = NoiseScale.from_norms(norms)
-    assert noise is not None
-    assert noise.trace == pytest.approx(50, rel=0.3)
-    assert noise.gradient_sq == pytest.approx(200, rel=0.1)
 
 
 def test_the_error_of_few_steps_is_between_the_prior_and_their_own_and_of_many_their_own() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 
 from raytrain_opt.config.batch_size import ThroughputKneeSearch
 from raytrain_opt.errors import ResourcesError
-from raytrain_opt.results import GradientNorms, Probe
+from raytrain_opt.results import Probe
 from raytrain_opt.search.batch_size.strategy import (
     BatchSizeChoice,
     ProbeRequest,
@@ -147,67 +146,26 @@ class TestGoodput:
         for seed in samples(120):
             machine = random_machine(seed)
             scale = float(np.exp(np.random.default_rng(seed).uniform(math.log(30), math.log(3e4))))
-            bounds = replace(machine.bounds, workers=1 + seed % 8)
-            machine = replace(machine, bounds=bounds, noise_scale=scale, history=[])
-            regrets.append(machine.goodput_regret(searched(machine, objective="goodput")))
+            bounds = replace(machine.bounds, workers=1 + seed % 8, noise_scale=scale)
+            machine = replace(machine, bounds=bounds, history=[])
+            regrets.append(machine.goodput_regret(searched(machine)))
             probes.append(len(machine.history))
         assert sum(regret <= 0.05 for regret in regrets) / len(regrets) >= 0.9
         assert median(probes) <= 8
 
     def test_between_no_overhead_and_no_noise(self) -> None:
         """Overhead of 100 samples and noise of 400: the best is sqrt(100 x 400) = 200."""
-        machine = Machine(Curve(half=100.0), WIDE, noise=0.002, noise_scale=400.0)
-        choice = searched(machine, objective="goodput", tolerance=0.005)
+        machine = Machine(Curve(half=100.0), replace(WIDE, noise_scale=400.0), noise=0.002)
+        choice = searched(machine, tolerance=0.005)
         assert 128 <= choice.batch_size <= 256
-        match = re.search(r"goodput at a noise scale of (\d+) up to", choice.reason)
-        assert match is not None
-        assert float(match[1]) == pytest.approx(400, rel=0.25)
-        assert searched(machine.fresh()).batch_size >= 2048
-
-    def test_more_noise_takes_a_larger_batch(self) -> None:
-        chosen = [
-            searched(
-                Machine(Curve(half=50.0), WIDE, noise=0.002, noise_scale=scale),
-                objective="goodput",
-            ).batch_size
-            for scale in (30.0, 300.0, 3000.0, 30_000.0)
-        ]
-        assert chosen == sorted(set(chosen))
-        assert chosen[-1] >= 8 * chosen[0]
+        assert "goodput at a noise scale of 400 up to" in choice.reason
 
     def test_more_workers_take_a_smaller_batch_each(self) -> None:
         chosen = [
-            searched(
-                Machine(
-                    Curve(half=50.0), replace(WIDE, workers=n), noise=0.002, noise_scale=1000.0
-                ),
-                objective="goodput",
-            ).batch_size
-            for n in (1, 8, 64)
+            searched(Machine(Curve(half=50.0), bounds, noise=0.002)).batch_size
+            for bounds in (replace(WIDE, workers=n, noise_scale=1000.0) for n in (1, 8, 64))
         ]
         assert chosen == sorted(set(chosen), reverse=True)
-
-    def test_noise_that_hides_the_gradient_leaves_speed_alone(self) -> None:
-        machine = Machine(Curve(half=4.0), WIDE, noise=0.002)
-        speed = searched(machine)
-        hidden = GradientNorms(8, 16, ((3.0, 1.0),) * 8)
-        history = [replace(m, norms=hidden) for m in machine.history]
-        choice = throughput_knee(objective="goodput").propose(history)
-        assert choice.batch_size == speed.batch_size
-        assert "more than can be measured (noise dominates)" in choice.reason
-
-    def test_without_norms_the_speed_decides_and_the_reason_says_so(self) -> None:
-        machine = Machine(Curve(half=4.0), WIDE, noise=0.002)
-        choice = searched(machine, objective="goodput")
-        assert choice.batch_size == searched(machine.fresh()).batch_size
-        assert "goodput (no noise scale could be measured)" in choice.reason
-
-    def test_speed_alone_takes_no_notice_of_noise(self) -> None:
-        noisy = Machine(Curve(half=4.0), WIDE, noise=0.002)
-        choice = searched(noisy)
-        known = GradientNorms(8, 16, ((1 + 10 / 8, 1 + 10 / 16),) * 8)
-        history = [replace(m, norms=known) for m in noisy.history]
-        assert throughput_knee().propose(history) == choice
 
 
 class TestMemory:
