@@ -119,7 +119,7 @@ def asynchronous(
 ) -> float:
     """Return the seconds of an asynchronous phase; `clocks`: of each worker's micro-batches."""
     phase = EpochPhase(f"{monotonic_s()}", 1, Steps(0, (0.01,) * steps), len(workers), None)
-    ray.get(handles.coordinator.begin.remote(phase, handles.shards, [state]))
+    ray.get(handles.coordinator.begin.remote(phase))
     ray.get([shard.load.remote(phase, [state]) for shard in handles.shards])
     reports: list[AsyncWorkerMetrics] = ray.get(
         [

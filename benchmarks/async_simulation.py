@@ -218,7 +218,7 @@ class Simulation:
     def _ask(self, number: int, now_s: float) -> None:
         worker = self._workers[number]
         if worker.micro_batch is None:
-            worker.micro_batch = self.clock.claim(number, now_s)
+            worker.micro_batch = self.clock.claim(number)
         if worker.micro_batch is None:
             return
         if not self.clock.may_begin():
@@ -233,7 +233,7 @@ class Simulation:
 
     def _begin(self, number: int, micro_batch: int, now_s: float) -> None:
         worker = self._workers[number]
-        self.clock.begin(number, micro_batch, worker.version, now_s)
+        self.clock.begin(micro_batch, worker.version)
         end_s = now_s + self.seconds(number) + self.network.worker_s
         fetch_s = max(now_s, end_s - PREFETCH_FACTOR * worker.fetch_s)
         worker.micro_batch = None
@@ -255,7 +255,7 @@ class Simulation:
         worker.pushing = False
         staleness = max(0, self.clock.version - version)
         done = MicroBatchDone(micro_batch, 0.0, 0, 0, staleness=staleness)
-        self.clock.done(number, done, now_s)
+        self.clock.done(number, done)
         blocked, self._blocked = self._blocked, []
         for other in blocked:
             self._ask(other, now_s)

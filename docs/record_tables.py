@@ -14,14 +14,12 @@ from raytrain_opt.recording.records import (
     ResultRecord,
     RoundRecord,
     ScheduleRecord,
-    Span,
 )
 
 # Record files of a run directory, in the order in which a reader meets them.
 RECORDS: dict[str, type[Record]] = {
     "epochs.jsonl": EpochRecord,
     "rounds.jsonl": RoundRecord,
-    "timeline.jsonl": Span,
     "events.jsonl": Event,
     "batch_size.jsonl": BatchSizeProbeRecord,
     "batch_size.json": BatchSizeRecord,

@@ -328,7 +328,7 @@ def shard(folder: str, output: str) -> None:
     "--label-column", metavar="NAME", help="The column of a CSV file with the class of each image."
 )
 def init(folder: str, output: str, label_column: str | None) -> None:
-    """Write a job file for the images, arrays or shards in FOLDER, by default this directory.
+    """Write a job file for the images or arrays in FOLDER, by default this directory.
 
     Example: raytrain-opt init photos --output photos.yaml
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, cast
 
@@ -23,11 +23,16 @@ from raytrain_opt.pools.ray_pool import RayPool
 from raytrain_opt.pools.state_store import RayStateStore
 from raytrain_opt.recording.records import StalenessRecord
 from raytrain_opt.results import AsyncWorkerMetrics, EvalTotals, Predictions, Split, TrainTotals
+from raytrain_opt.threads import start_thread
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.state import TrainingState
 
 # Seconds between checks for a restarted worker when none is left; a restart takes ten seconds.
 _POLL_S = 0.5
+# A phase: the shards' parts of the state, what the workers did, and digests of the state at first.
+_Trained = tuple[
+    list[TrainingState], list[AsyncWorkerMetrics], TrainTotals, StalenessRecord, tuple[str, ...]
+]
 
 
 class AsynchronousTraining:
@@ -49,21 +54,16 @@ class AsynchronousTraining:
         stopwatch = Stopwatch()
         command = replace(command, split=self._granularity.split)
         phase = epoch_phase(self._config, command)
-        with stopwatch.measure("load_s"):
-            command = self._begin(phase, command)
-        start = self._states.get(command.state)
-        digests: list[Future[str]] = []
-        with ThreadPoolExecutor(1, "digest") as hasher:
-            if check:  # hashed while the training continues
-                loaded = assemble_state(start, self._collect()[0], {})
-                digests.append(hasher.submit(loaded.digest))
-            metrics, totals, staleness = self._train_until_finished(command)
-            with stopwatch.measure("average_s"):
-                parts, lost_updates = self._collect()
-                buffers = advance_buffers(
-                    start, [m.buffers for m in metrics], len(phase.steps.lrs)
-                )
-                state = self._states.put(phase.id, assemble_state(start, parts, buffers))
+        trained = None
+        while trained is None:  # until no shard dies in the phase
+            with stopwatch.measure("load_s"):
+                command = self._begin(phase, command)
+            start = self._states.get(command.state)
+            trained = self._train_phase(phase, command, start, check=check)
+        parts, metrics, totals, staleness, digests = trained
+        with stopwatch.measure("average_s"):
+            buffers = advance_buffers(start, [m.buffers for m in metrics], len(phase.steps.lrs))
+            state = self._states.put(phase.id, assemble_state(start, parts, buffers))
         timings_s = slowest(
             {**w.timings_s, "compute_s": w.duration_s, "data_wait_s": w.data_wait_s}
             for w in metrics
@@ -83,12 +83,11 @@ class AsynchronousTraining:
             "micro_batches_per_step": phase.micro_batches,
             "shards": len(self._server.shards),
             "compression": self._config.parallel.compression,
-            "lost_updates": lost_updates,
         }
         return TrainingOutcome(
             state,
             totals,
-            tuple(digest.result() for digest in digests),
+            digests,
             {**timings_s, **stopwatch.timings_s},
             len(metrics),
             parallel,
@@ -106,39 +105,47 @@ class AsynchronousTraining:
                 return add_parts([replies[worker] for worker in workers])
 
     def _begin(self, phase: EpochPhase, command: MainTrain) -> MainTrain:
-        """Begin a phase at the coordinator, then at the shards.
-
-        In this order a shard that dies finds the phase when it is back. Returns the command, with
-        its state stored again if it was lost.
-        """
+        """Begin a phase; return the command, with its state stored again if it was lost."""
+        self._wait([self._server.coordinator.begin.remote(phase)])
         while True:
-            boxed_state, shards = [command.state.ref], self._server.shards
+            boxed_state = [command.state.ref]
             try:
-                self._wait([self._server.coordinator.begin.remote(phase, shards, boxed_state)])
-                self._wait([shard.load.remote(phase, boxed_state) for shard in shards])
+                self._wait([s.load.remote(phase, boxed_state) for s in self._server.shards])
             except ray.exceptions.ObjectLostError:
                 command = cast(MainTrain, self._states.renew(command))
             else:
                 return command
 
-    def _train_until_finished(
-        self, command: MainTrain
-    ) -> tuple[list[AsyncWorkerMetrics], TrainTotals, StalenessRecord]:
-        """Repeat the command, for workers that come back, while there is work."""
+    def _train_phase(
+        self, phase: EpochPhase, command: MainTrain, start: TrainingState, *, check: bool
+    ) -> _Trained | None:
+        """Repeat the command, for workers that come back, until there is no work.
+
+        Returns None if a shard died.
+        """
+        digest: Future[str] | None = None
+        if check:
+            if (loaded := self._collect(phase)) is None:
+                return None
+            # Hashed while the training continues.
+            digest = start_thread(assemble_state(start, loaded, {}).digest)
         while True:
             workers = self._wait_for_workers()
             replies: dict[int, AsyncWorkerMetrics] = self._workers.command(command, workers)
-            [(finished, totals, staleness)] = self._wait(
-                [self._server.coordinator.result.remote()]
-            )
+            [result] = self._wait([self._server.coordinator.result.remote()])
+            parts = self._collect(phase)
+            if result is None or parts is None:
+                return None
+            finished, totals, staleness = result
             if finished:
                 metrics = [worker_metrics for _, worker_metrics in sorted(replies.items())]
-                return metrics, totals, staleness
+                digests = () if digest is None else (digest.result(),)
+                return parts, metrics, totals, staleness, digests
 
-    def _collect(self) -> tuple[list[TrainingState], int]:
-        """Return the shards' parts of the state, and the number of updates that they lost."""
-        answers = self._wait([shard.collect.remote() for shard in self._server.shards])
-        return [state for state, _ in answers], sum(lost for _, lost in answers)
+    def _collect(self, phase: EpochPhase) -> list[TrainingState] | None:
+        """Return the shards' parts of the state; None if one of them died in the phase."""
+        parts = self._wait([shard.collect.remote(phase.id) for shard in self._server.shards])
+        return None if None in parts else parts
 
     def _wait_for_workers(self) -> tuple[int, ...]:
         """Return the workers that are alive; wait for one when all have died."""

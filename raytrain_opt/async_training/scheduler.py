@@ -14,9 +14,6 @@ says what the rate, momentum and weight decay of a step are for one of them.
 With a bound, a micro-batch begins only if all gradients that are being computed meet it even if
 they arrive last: with n of them, the new one included, u + n - 1 - q <= s. Each update raises u by
 one and lowers n by one, so that stays true. P equal workers have a staleness of about P.
-
-A micro-batch that is given to another worker gets a new number, the old one plus that of all
-micro-batches. So a late gradient of the first worker, which was only slow or cut off, is known.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from raytrain_opt.optim.epoch_steps import ramp_factor
@@ -32,14 +29,6 @@ from raytrain_opt.pools.commands import MainTrain
 from raytrain_opt.recording.records import StalenessRecord
 from raytrain_opt.results import Steps, TrainTotals
 from raytrain_opt.train.learner_config import LearnerConfig
-
-# A worker counts as dead when it was silent for ten times its longest micro-batch, but at least
-# ten seconds (a pause of the operating system or the network). Before its first micro-batch, which
-# may compile kernels and connect, it may be silent for two minutes.
-_SILENT_MICRO_BATCHES = 10.0
-_SILENT_S = 10.0
-_SILENT_AT_START_S = 120.0
-
 
 # Fraction of the speed that finer micro-batches may cost. They gain more (docs/async.md), and
 # phases of equal settings differ by some percent.
@@ -63,7 +52,7 @@ class EpochPhase:
 
     def index_of(self, number: int) -> tuple[int, int]:
         """Return the step of the epoch and the micro-batch of that step."""
-        step, micro_batch = divmod(number % self.size, self.micro_batches)
+        step, micro_batch = divmod(number, self.micro_batches)
         return self.steps.first + step, micro_batch
 
 
@@ -91,30 +80,16 @@ class MicroBatchDone:
 
 
 @dataclass
-class _Worker:
-    heard_s: float
-    longest_s: float = 0.0
-
-    def silence_limit_s(self) -> float:
-        if not self.longest_s:
-            return _SILENT_AT_START_S
-        return max(_SILENT_MICRO_BATCHES * self.longest_s, _SILENT_S)
-
-
-@dataclass
 class SspScheduler:
-    """The state of one phase. Times are monotonic seconds, given by the caller."""
+    """The state of one phase."""
 
     phase: EpochPhase
     version: int = 0
     totals: TrainTotals = TrainTotals(0, 0, (0.0,), 0, 0.0, 0.0)
-    dropped: set[int] = field(default_factory=set)  # numbers that have been given anew
     _free: list[int] = field(init=False)
     _claims: dict[int, int] = field(default_factory=dict)  # micro-batch -> worker
     _begun: dict[int, int] = field(default_factory=dict)  # micro-batch -> version of its weights
-    _starts_s: dict[int, float] = field(default_factory=dict)  # also of those given to others
     _counts: Counter[int] = field(default_factory=Counter)
-    _workers: dict[int, _Worker] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._free = list(range(self.phase.size))
@@ -130,31 +105,14 @@ class SspScheduler:
         return bool(self._free)
 
     @property
-    def done_numbers(self) -> set[int]:
-        """The micro-batches whose gradients have changed the weights, as numbered at first."""
-        size = self.phase.size
-        return set(range(size)) - {number % size for number in (*self._free, *self._claims)}
-
-    @property
     def staleness(self) -> StalenessRecord:
         """Number of gradients by staleness, from 0, and mean and maximum."""
         counts = tuple(self._counts[k] for k in range(max(self._counts, default=-1) + 1))
         mean = sum(k * n for k, n in enumerate(counts)) / max(1, sum(counts))
         return StalenessRecord(counts=counts, mean=mean, max=len(counts) - 1)
 
-    def heard(self, worker: int, now_s: float) -> None:
-        """Record a sign of life."""
-        self._workers.setdefault(worker, _Worker(now_s)).heard_s = now_s
-
-    def silent(self, now_s: float, waiting: Iterable[int] = ()) -> list[int]:
-        """Return workers with micro-batches that were silent for too long, without `waiting`."""
-        holders = set(self._claims.values()) - set(waiting)
-        silences_s = {w: now_s - self._workers[w].heard_s for w in holders}
-        return [w for w, s in silences_s.items() if s > self._workers[w].silence_limit_s()]
-
-    def claim(self, worker: int, now_s: float) -> int | None:
+    def claim(self, worker: int) -> int | None:
         """Give the worker the next free micro-batch; None when all are claimed."""
-        self.heard(worker, now_s)
         if not self._free:
             return None
         number = heapq.heappop(self._free)
@@ -163,12 +121,10 @@ class SspScheduler:
 
     def leave(self, worker: int) -> None:
         """Free what a worker that died or restarted had not done, for others."""
-        self._workers.pop(worker, None)
         for number in [number for number, owner in self._claims.items() if owner == worker]:
             del self._claims[number]
             self._begun.pop(number, None)
-            self.dropped.add(number)
-            heapq.heappush(self._free, number + self.phase.size)
+            heapq.heappush(self._free, number)
 
     def owns(self, worker: int, number: int) -> bool:
         """Return whether the micro-batch is assigned to this worker."""
@@ -185,16 +141,12 @@ class SspScheduler:
         bound = self.phase.bound
         return bound is None or self.version + len(self._begun) - oldest <= bound
 
-    def begin(self, worker: int, number: int, version: int, now_s: float) -> None:
-        """Record that the worker computes this micro-batch now, on weights of this version."""
-        self.heard(worker, now_s)
-        self._begun[number], self._starts_s[number] = version, now_s
+    def begin(self, number: int, version: int) -> None:
+        """Record that a micro-batch is computed now, on weights of this version."""
+        self._begun[number] = version
 
-    def done(self, worker: int, result: MicroBatchDone, now_s: float) -> None:
+    def done(self, worker: int, result: MicroBatchDone) -> None:
         """Record an update, unless its micro-batch has been given to another worker."""
-        self.heard(worker, now_s)
-        record = self._workers[worker]
-        record.longest_s = max(record.longest_s, now_s - self._starts_s.get(result.number, now_s))
         if not self.has_begun(worker, result.number):
             return
         del self._claims[result.number], self._begun[result.number]

@@ -31,7 +31,7 @@ weights   Momentum moves the weights on while a gradient is computed. In a direc
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,7 +101,6 @@ _COUNT = "num_batches_tracked"
 
 # A flat tensor as bytes, in the type in which it is sent.
 WireArray = npt.NDArray[np.uint8]
-Values = dict[str, npt.NDArray[np.float64]]
 
 
 def split_parameters(model: nn.Module, shards: int) -> list[list[nn.Parameter]]:
@@ -192,7 +191,7 @@ class WeightShard:
         self.weights, self._gradient = flatten(self.parameters)
         self._last_change = torch.zeros_like(self.weights)
         self._mean_staleness = 0.0
-        self.applied: set[int] = set()
+        self._applied: set[int] = set()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -202,19 +201,10 @@ class WeightShard:
     @property
     def version(self) -> int:
         """Number of updates in this phase."""
-        return len(self.applied)
+        return len(self._applied)
 
-    def load(
-        self,
-        state: TrainingState,
-        phase: EpochPhase,
-        applied: Collection[int] = (),
-        dropped: Collection[int] = (),
-    ) -> None:
-        """Begin a phase, or continue it after the micro-batches `applied`, without `dropped`.
-
-        The state, of the training or of this shard, has its tensors and their optimizer state.
-        """
+    def load(self, state: TrainingState, phase: EpochPhase) -> None:
+        """Begin a phase from this state of the training."""
         with torch.no_grad():
             for name, parameter in self._named.items():
                 parameter.copy_(state.tensors[f"model.{name}"].tensor())
@@ -224,8 +214,7 @@ class WeightShard:
             group |= convert(group, phase.micro_batches)
             if "weight_decay" in group:
                 group["weight_decay"] *= phase.steps.weight_decay_factor
-        self.phase, self.applied = phase, set(applied)
-        self._dropped = set(dropped)
+        self.phase, self._applied = phase, set[int]()
         self._last_change.zero_()
 
     def _own(self, state: TrainingState) -> TrainingState:
@@ -245,11 +234,11 @@ class WeightShard:
     def apply(self, number: int, version: int, gradient: Tensor) -> int:
         """Update the weights by the flat gradient of a micro-batch; return its staleness.
 
-        `version`: that of the weights it was computed on. Of several gradients of a micro-batch
-        the first counts, unless it was dropped.
+        `version`: that of the weights it was computed on. Of several gradients of a micro-batch,
+        as of a worker that died and the one in its place, the first counts.
         """
-        index, staleness = number % self.phase.size, max(0, self.version - version)
-        if index in self.applied or number in self._dropped:
+        staleness = max(0, self.version - version)
+        if number in self._applied:
             return staleness
         self._gradient.copy_(gradient)
         self._last_change.copy_(self.weights)
@@ -259,12 +248,8 @@ class WeightShard:
         self.optimizer.step()
         torch.sub(self.weights, self._last_change, out=self._last_change)
         self._mean_staleness += _STALENESS_WEIGHT * (staleness - self._mean_staleness)
-        self.applied.add(index)
+        self._applied.add(number)
         return staleness
-
-    def drop(self, numbers: Iterable[int]) -> None:
-        """Ignore gradients of these micro-batches from now on: others compute them anew."""
-        self._dropped.update(numbers)
 
     def weights_ahead(self) -> Tensor:
         """Return the flat weights that workers compute on."""
@@ -307,33 +292,24 @@ def assemble_state(
     return TrainingState(tensors, plain)
 
 
-def pool_buffers(workers: Sequence[BufferUpdates]) -> Values:
-    """Return the means of floating-point buffers by name; none if nobody computed anything.
-
-    Each worker counts by its number of micro-batches.
-    """
-    active = [worker for worker in workers if worker.batches]
-    if not active:
-        return {}
-    total = sum(worker.batches for worker in active)
-    fractions = [worker.batches / total for worker in active]
-    return {
-        name: np.tensordot(fractions, [w.values[name] for w in active], 1)
-        for name in active[0].values
-    }
-
-
 def advance_buffers(
     start: TrainingState, workers: Sequence[BufferUpdates], updates: int
 ) -> dict[str, PackedTensor]:
-    """Return the model's buffers by name, their counts of batches advanced by the `updates`."""
-    values = pool_buffers(workers)
+    """Return the model's buffers by name after a phase of this many `updates`.
+
+    Those of floating-point numbers are means over the workers, each of which counts by its number
+    of micro-batches. Counts of batches advance by the updates.
+    """
+    active = [worker for worker in workers if worker.batches]
+    total = sum(worker.batches for worker in active)
+    fractions = [worker.batches / total for worker in active]
     counts = {f"{layer}.{_COUNT}" for worker in workers for layer in worker.trained}
     buffers = {}
     for key, packed in start.tensors.items():
         name, before = key.removeprefix("model."), packed.tensor()
-        if name in values:
-            after = torch.from_numpy(values[name]).to(before.dtype)
+        if active and name in active[0].values:
+            mean = np.tensordot(fractions, [worker.values[name] for worker in active], 1)
+            after = torch.from_numpy(mean).to(before.dtype)
             buffers[name] = PackedTensor.from_tensor(after.reshape(before.shape), copy=True)
         elif name in counts:
             buffers[name] = PackedTensor.from_tensor(before + updates, copy=True)

@@ -51,14 +51,18 @@ class AsyncWorker(LearnerHandler):
     def _load_into_learner(self, ref: StateRef) -> None:
         self._trainer.load(self.states.get(ref))
 
-    def _main_train(self, command: MainTrain, on_step: OnStep) -> AsyncWorkerMetrics:
+    def _main_train(self, command: MainTrain, on_step: OnStep) -> AsyncWorkerMetrics | None:
+        """Train; return None if a shard has lost the phase's weights."""
         phase = epoch_phase(self.learner.config, command)
         # Free what this worker had claimed before it died, if it did.
         ray.get(self._server.coordinator.leave.remote(self.index))
         self._load(command.state)
         self._live_id = ""
         server = RemoteServer(self._server, phase.id, self.index, self._trainer.dtype)
-        return self._trainer.train(phase, server, on_step)
+        try:
+            return self._trainer.train(phase, server, on_step)
+        except PhaseLostError:
+            return None
 
     def _evaluate(self, command: Evaluate, on_step: OnStep) -> EvalTotals | None:
         if self.index not in command.workers:  # it came back after the others had begun
@@ -67,8 +71,15 @@ class AsyncWorker(LearnerHandler):
         return self._evaluate_part(command, part, parts, on_step)
 
 
+class PhaseLostError(Exception):
+    """A shard has died, and the one in its place knows nothing of the phase."""
+
+
 class RemoteServer:
-    """The parameter server through Ray; implements `worker_loop.ParameterServer`."""
+    """The parameter server through Ray; implements `worker_loop.ParameterServer`.
+
+    `pull` and `push` raise PhaseLostError.
+    """
 
     def __init__(self, handles: ServerHandles, phase: str, worker: int, dtype: Any) -> None:
         self._coordinator, self._shards = handles.coordinator, handles.shards
@@ -91,11 +102,11 @@ class RemoteServer:
             try:
                 return self._pull()
             except ray.exceptions.ObjectLostError:
-                continue  # the shard that stored them died; the next one stores them anew
+                continue  # the shard that stored them died; the next one knows no phase
 
     def _pull(self) -> Weights:
         """Fetch small weights with the answer, large ones by a reference in a list."""
-        answers = _get([shard.pull.remote() for shard in self._shards])
+        answers = self._of_phase([shard.pull.remote(self._phase) for shard in self._shards])
         refs = [value[0] for _, value in answers if isinstance(value, list)]
         fetched = iter(ray.get(refs))
         wires = [next(fetched) if isinstance(value, list) else value for _, value in answers]
@@ -105,8 +116,16 @@ class RemoteServer:
     def push(self, number: int, version: int, gradients: Sequence[WireArray]) -> int:
         pairs = zip(self._shards, gradients, strict=True)
         refs = [shard.apply.remote(self._phase, number, version, g) for shard, g in pairs]
-        staleness: list[int] = _get(refs)
+        staleness: list[int] = self._of_phase(refs)
         return max(staleness)
+
+    def _of_phase(self, refs: list[Any]) -> list[Any]:
+        """Return the answers of all shards, or abort the phase."""
+        answers: list[Any] = _get(refs)
+        if any(answer is None for answer in answers):
+            _get(self._coordinator.abort.remote(self._phase))
+            raise PhaseLostError
+        return answers
 
     def done(self, result: MicroBatchDone) -> None:
         _get(self._coordinator.done.remote(self._phase, self._worker, result))

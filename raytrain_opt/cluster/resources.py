@@ -4,17 +4,6 @@ The pools take turns, so a worker and a slot use the same GPU or CPU: a worker a
 a slot for 0.4. More than half, so that two workers never land on one GPU (NCCL fails). Without
 slots, a worker asks for a complete GPU.
 
-With `search_on: auto` there are slots where they are predicted to search in less time. In the time
-that one device needs for one candidate, c candidates of a round take
-
-    workers   c / (devices of the workers), one candidate after the other
-    slots     waves x (slots that share a device), side by side
-
-A device is a GPU, or a node on CPU, whose cores the processes of a pool divide among themselves.
-Neither measured times nor the exchange of gradients enter: with workers it takes the same part of
-the search as of the training, which the user has chosen. So a search on workers never takes a
-larger part of the training's time than of its samples; slots may only shorten it.
-
 A job that does not fit yet waits for other jobs, and for nodes that are on their way.
 
 Ray has no call that says whether nodes can still join. `ray up` leaves its file on the head, where
@@ -37,8 +26,7 @@ import yaml
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.cluster.connection import alive_nodes, free_resources, total_resources
-from raytrain_opt.config.learning_rate import SearchOn
-from raytrain_opt.config.processes import SlotsSection, WorkersSection
+from raytrain_opt.config.processes import WorkersSection
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem, ResourcesError
 
@@ -48,34 +36,6 @@ _MAX_ASYNCHRONOUS = 256
 _EPSILON = 1e-6  # sums of fractions are not exact
 
 Resources = dict[str, float]
-
-
-@dataclass(frozen=True)
-class PoolRequest:
-    """What a job needs of a cluster."""
-
-    workers: WorkersSection
-    global_batch_size: int  # which the workers divide among themselves
-    slots: SlotsSection
-    candidates: int  # in a round, at most; 0 for none
-    search_on: SearchOn
-    sync_batch_norm: bool  # needs GPUs
-    asynchronous: bool = False
-    micro_batches: int | None = None  # of a global batch, at least one per worker
-
-    @classmethod
-    def from_job(cls, job: Job, candidates: int) -> PoolRequest:
-        """Return what a job needs with this many candidates in a round."""
-        return cls(
-            job.workers,
-            job.global_batch_size,
-            job.slots,
-            candidates,
-            job.search_on,
-            job.batch_norm.sync,
-            not job.parallel.common_steps,
-            job.parallel.micro_batches,
-        )
 
 
 @dataclass(frozen=True)
@@ -89,55 +49,57 @@ class PoolPlan:
     slots: int = 0  # when there are no candidates, or workers train them
     slot_resources: Resources = field(default_factory=dict)
     slots_per_node: int = 0
-    devices: int = 1  # of the placed workers
     workers_per_node: int = 1  # placed, on the node with most of them
-    search_reason: str = ""  # why slots or workers train candidates, where that was chosen here
     notes: tuple[str, ...] = ()
 
 
-def plan_pools(request: PoolRequest, nodes: Sequence[Mapping[str, float]]) -> PoolPlan:
+def plan_pools(job: Job, candidates: int, nodes: Sequence[Mapping[str, float]]) -> PoolPlan:
     """Plan the pools of workers and slots.
 
-    `nodes`: free resources of each node. Raises ResourcesError saying what is missing when
-    the workers do not fit, or not even one slot beside them where slots are needed. Fewer slots
-    than candidates is no error: the candidates run in waves.
+    `candidates`: of a round, at most; 0 for none. `nodes`: free resources of each node. Raises
+    ResourcesError saying what is missing when the workers do not fit, or not even one slot beside
+    them where slots are needed. Fewer slots than candidates is no error: they run in waves.
     """
-    if not request.candidates or request.search_on == "workers":
-        return _plan_workers(request, nodes, gpu=1.0)[0]
-    try:
-        plan, search_time = _plan_both(request, nodes)
-    except ResourcesError:
-        if request.search_on == "slots":
-            raise
-        reason = "there is no room for slots"
-    else:
-        if request.search_on == "slots":
-            return plan
-        if search_time < 1:
-            reason = f"workers would take {1 / search_time:.3g} times as long"
-            return replace(plan, search_reason=reason)
-        reason = (
-            f"slots would take {search_time:.3g} times as long"
-            if search_time > 1
-            else "slots would not be faster"
+    if not candidates or job.search_on == "workers":
+        return _plan_workers(job, nodes, gpu=1.0)[0]
+    plan, free = _plan_workers(job, nodes, WORKER_FRACTION)
+    slots, count, use_gpu = job.slots, plan.workers, plan.use_gpu
+    slot = dict(slots.resources or _default(count, nodes, use_gpu, SLOT_FRACTION, SLOT_FRACTION))
+    _require_gpu("slots.resources", slot, use_gpu)
+    placed = len(_place(free, slot, min(slots.count or candidates, candidates)))
+    if not placed:
+        raise ResourcesError(
+            f"slots: not even one slot of {_text(slot)} fits beside {count} workers "
+            f"of {_text(plan.worker_resources)} on {_describe(nodes)}. Ask for less in "
+            "slots.resources or workers.resources, for fewer workers, or use "
+            "learning_rate.search_on: workers."
         )
-    return replace(_plan_workers(request, nodes, gpu=1.0)[0], search_reason=reason)
+    waves = math.ceil(candidates / placed)
+    slots_text = "1 slot" if placed == 1 else f"{placed} slots"
+    note = f"{candidates} candidates run in {waves} waves over {slots_text}"
+    return replace(
+        plan,
+        slots=placed,
+        slot_resources=slot,
+        slots_per_node=math.ceil(placed / len(free)),
+        notes=(note,) if waves > 1 else (),
+    )
 
 
 def _plan_workers(
-    request: PoolRequest, nodes: Sequence[Mapping[str, float]], gpu: float
+    job: Job, nodes: Sequence[Mapping[str, float]], gpu: float
 ) -> tuple[PoolPlan, list[_Node]]:
     """Plan the workers, by default with this part of a GPU each; also return what is left."""
-    workers = request.workers
+    workers, is_async = job.workers, not job.parallel.common_steps
     use_gpu = _use_gpu(workers, nodes)
-    count = _worker_count(request, nodes, use_gpu=use_gpu)
-    if request.asynchronous and count > _MAX_ASYNCHRONOUS:
+    count = _worker_count(job, nodes, use_gpu=use_gpu)
+    if is_async and count > _MAX_ASYNCHRONOUS:
         rule = f"at most {_MAX_ASYNCHRONOUS} with async, each of which calls the mailbox"
         hint = "use fewer workers, or parallel.mode: sync, whose first worker speaks for all"
         raise JobError([Problem("workers.count", rule, str(count), hint)])
     worker = dict(workers.resources or _default(count, nodes, use_gpu, WORKER_FRACTION, gpu))
     _require_gpu("workers.resources", worker, use_gpu)
-    if request.sync_batch_norm and not use_gpu and count > 1:
+    if job.batch_norm.sync and not use_gpu and count > 1:
         raise ResourcesError(
             "batch_norm.sync: torch's SyncBatchNorm needs GPUs, and this job trains without "
             f"({_describe(nodes)}); leave it out"
@@ -150,7 +112,7 @@ def _plan_workers(
             f"room for {len(placed)} on {_describe(nodes)}. Ask for fewer workers, for less in "
             "workers.resources, or add nodes."
         )
-    if use_gpu and not request.asynchronous and len(set(placed)) < len(placed):
+    if use_gpu and not is_async and len(set(placed)) < len(placed):
         raise ResourcesError(
             f"workers.resources: {_text(worker)} lets several workers use one GPU, and NCCL needs "
             "a GPU for each. Ask for more than 0.5 GPU, for fewer workers, or use "
@@ -161,54 +123,20 @@ def _plan_workers(
         count,
         len(placed),
         worker,
-        devices=len(set(placed)),
         workers_per_node=max(Counter(node for node, _ in placed).values()),
     )
     return plan, free
 
 
-def _plan_both(
-    request: PoolRequest, nodes: Sequence[Mapping[str, float]]
-) -> tuple[PoolPlan, float]:
-    """Plan workers and slots; also return the time of a search on slots, on workers it is 1."""
-    slots, candidates = request.slots, request.candidates
-    plan, free = _plan_workers(request, nodes, WORKER_FRACTION)
-    count, use_gpu = plan.workers, plan.use_gpu
-    slot = dict(slots.resources or _default(count, nodes, use_gpu, SLOT_FRACTION, SLOT_FRACTION))
-    _require_gpu("slots.resources", slot, use_gpu)
-    placed = _place(free, slot, min(slots.count or candidates, candidates))
-    if not placed:
-        raise ResourcesError(
-            f"slots: not even one slot of {_text(slot)} fits beside {count} workers "
-            f"of {_text(plan.worker_resources)} on {_describe(nodes)}. Ask for less in "
-            "slots.resources or workers.resources, for fewer workers, or use "
-            "learning_rate.search_on: workers."
-        )
-    waves = math.ceil(candidates / len(placed))
-    slots_text = "1 slot" if len(placed) == 1 else f"{len(placed)} slots"
-    note = f"{candidates} candidates run in {waves} waves over {slots_text}"
-    plan = replace(
-        plan,
-        slots=len(placed),
-        slot_resources=slot,
-        slots_per_node=math.ceil(len(placed) / len(free)),
-        notes=(note,) if waves > 1 else (),
-    )
-    sharing = max(Counter(placed).values())
-    return plan, waves * sharing * plan.devices / candidates
-
-
-def _worker_count(
-    request: PoolRequest, nodes: Sequence[Mapping[str, float]], *, use_gpu: bool
-) -> int:
-    workers = request.workers
+def _worker_count(job: Job, nodes: Sequence[Mapping[str, float]], *, use_gpu: bool) -> int:
+    workers, micro_batches = job.workers, job.parallel.micro_batches
     if workers.is_given or not use_gpu:
         return workers.size
     devices = max(1, int((workers.resources or {}).get("GPU", 1)))
     room = sum(int(node.get("GPU", 0)) // devices for node in nodes)
-    if request.micro_batches is not None:
-        return max(1, min(room, request.micro_batches))
-    counts = (n for n in range(room, 0, -1) if request.global_batch_size % n == 0)
+    if micro_batches is not None:
+        return max(1, min(room, micro_batches))
+    counts = (n for n in range(room, 0, -1) if job.global_batch_size % n == 0)
     return next(counts, 1)
 
 
@@ -298,18 +226,17 @@ _CLUSTER_FILE = Path("~/ray_bootstrap_config.yaml")
 _KUBERAY = "RAY_USAGE_STATS_KUBERAY_IN_USE"
 
 
-def plan_when_there_is_room(
-    request: PoolRequest, limit_s: float, note: Callable[[str], None]
-) -> PoolPlan:
+def plan_when_there_is_room(job: Job, candidates: int, note: Callable[[str], None]) -> PoolPlan:
     """Plan as `plan_pools` with what other jobs leave free.
 
     If that is too little, wait up to `timeouts.start_s` for them, and for nodes that may join.
-    `limit_s`: the value of that setting. `note` is called with a message when the wait begins.
+    `note` is called with a message when the wait begins.
 
     Raises ResourcesError saying what is missing: at once if it would not fit into an idle cluster
     that cannot grow.
     """
-    began_s = released_s = monotonic_s()
+    began_s, limit_s = monotonic_s(), job.timeouts.start_s
+    released_s = began_s
     ideal: PoolPlan | None = None  # of an idle cluster
     is_noted, refused = False, ResourcesError("other jobs hold what this one needs.")
     while monotonic_s() - began_s < limit_s:
@@ -317,11 +244,11 @@ def plan_when_there_is_room(
         grows = may_grow(len(alive_nodes()))
         try:
             if ideal is None:
-                ideal = plan_pools(request, total_resources())
+                ideal = plan_pools(job, candidates, total_resources())
                 # With GPUs that others hold now, `auto` still means these.
-                workers = request.workers.model_copy(update={"use_gpu": ideal.use_gpu})
-                request = replace(request, workers=workers)
-            plan = plan_pools(request, free_resources())
+                workers = job.workers.model_copy(update={"use_gpu": ideal.use_gpu})
+                job = job.model_copy(update={"workers": workers})
+            plan = plan_pools(job, candidates, free_resources())
             if settled or plan == ideal:
                 return plan
         except ResourcesError as error:
@@ -333,7 +260,7 @@ def plan_when_there_is_room(
                 is_noted = True
         if not (settled and grows):
             time.sleep(_POLL_S if settled else _RELEASE_POLL_S)
-        elif _request_nodes(expected_resources(request)):
+        elif _request_nodes(expected_resources(job, candidates)):
             released_s = monotonic_s()
     raise ResourcesError(f"{refused} There was no room within {limit_s:.0f} s.")
 
@@ -349,13 +276,13 @@ def may_grow(nodes: int) -> bool:
     return nodes < 1 + int(cluster.get("max_workers", 0))
 
 
-def expected_resources(request: PoolRequest) -> list[Resources]:
+def expected_resources(job: Job, candidates: int) -> list[Resources]:
     """Return what workers and a slot will ask for, as far as it is known before nodes join."""
-    workers, device = request.workers, "GPU" if request.workers.use_gpu is True else "CPU"
-    if not request.candidates or request.search_on != "slots":
+    workers, device = job.workers, "GPU" if job.workers.use_gpu is True else "CPU"
+    if not candidates or job.search_on == "workers":
         return [workers.resources or {device: 1.0}] * workers.size
     worker = workers.resources or {device: WORKER_FRACTION}
-    return [worker] * workers.size + [request.slots.resources or {device: SLOT_FRACTION}]
+    return [worker] * workers.size + [job.slots.resources or {device: SLOT_FRACTION}]
 
 
 def _request_nodes(resources: list[Resources]) -> bool:

@@ -1,82 +1,57 @@
-"""`raytrain-opt init`: find the data of a folder, examine them, and write a job file."""
+"""`raytrain-opt init`: find the data of a folder, examine them, and write a job file.
+
+What could mean something else is refused: a wrong guess trains on wrong labels.
+"""
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from io import StringIO
-from itertools import combinations
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
-import psutil
 import torch
 
-from raytrain_opt.commands.init_tables import SPLITS, Row, read_tables
-from raytrain_opt.config.data import ArraysData, HoldOut, ImageFolderData, ShardsData
+from raytrain_opt.config.data import ArraysData, HoldOut, ImageFolderData
 from raytrain_opt.data import DataInfo, load_shared_data, open_data
-from raytrain_opt.data.base import refuse_channels_last
 from raytrain_opt.data.image_folder import (
     COLUMNS,
     class_folders,
     image_paths,
     left_out_kind,
     left_out_note,
+    read_table,
+    shorten,
 )
 from raytrain_opt.data.images import center_crop, open_image
-from raytrain_opt.data.source import ImageSource, SourceSplit
-from raytrain_opt.errors import DataError, printable
+from raytrain_opt.data.source import ImageSource
+from raytrain_opt.errors import DataError, first_of, printable
 from raytrain_opt.monitoring import gpu_names
 from raytrain_opt.storage import write_text
 
 _VALID = (
     "valid are folders of images, one for each class, perhaps below train/ and val/; images and a "
-    "CSV file with their names and labels; train_x.npy, train_y.npy, test_x.npy and test_y.npy; "
-    "or train-000000.tar and val-000000.tar, as `raytrain-opt shard` writes them"
+    "CSV file with their names and labels; or train_x.npy, train_y.npy, test_x.npy and test_y.npy"
 )
-_TEST_FRACTION = 0.2
-# Number of image files to test-decode, evenly spaced.
-_EXAMINED = 2000
-# Where the largest class has this many times the samples of the smallest, settings are named.
-_IMBALANCE = 2
-# Names of folders and of unreadable files that are printed.
-_NAMES = 5
+# Words for the sets in names of folders and files, and in tables; earlier ones are preferred.
+_SPLITS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "test", "testing", "dev", "eval"), "test"),
+}
+# Usual names of a table's columns; only letters count.
+_FILE = r"(file|image|img)?(id|name|path|file)s?|fname|image|img"
+_LABEL = r"labels?|class(name)?|category|target|y"
+_SPLIT = r"split|(data|sub)?set|partition"
+_QUOTE = '"'
+_EXAMINED = 500  # image files, evenly spaced, but at least one of each class
 
 Section = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What is known about data."""
-
-    info: DataInfo
-    side: int  # median of the images' shorter sides, in pixels
-    sizes: str
-    examined: int = 0  # files
-    unreadable: tuple[str, ...] = ()  # a line for each of these files
-
-    @property
-    def imbalance(self) -> float:
-        """Ratio of the samples of the largest and the smallest class."""
-        return max(self.info.class_counts) / min(self.info.class_counts)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Settings of the job. `image_size`: None for arrays, which have their own."""
-
-    model: str
-    image_size: int | None
-    global_batch_size: int
-    epochs: int
+Row = tuple[str, str, str]  # file, label, split
 
 
 def init(
@@ -91,37 +66,39 @@ def init(
     for path in (output, labels):
         if path.exists():
             raise DataError(str(path), "exists, and init overwrites nothing; give --output FILE")
-    gpus = gpu_names()
+    gpus = len(gpu_names())
     try:
-        section, rows, notes = find_data(folder.absolute(), labels, label_column)
+        section, rows, notes = _find_data(folder.absolute(), labels, label_column)
     except OSError as error:
         raise DataError(str(folder), f"cannot be read: {error}") from error
     if rows:
         write_text(labels, _to_csv(rows))
     try:
-        facts = examine(section)
+        facts = _examine(section)
     except DataError:
         labels.unlink(missing_ok=True)
         raise
-    write_text(output, job_text(folder.absolute().name, section, facts, gpus=len(gpus)))
-    devices = f"{len(gpus)} x {gpus[0]}" if gpus else "no GPU"
-    memory_gib = psutil.virtual_memory().total / 2**30
-    table = {
-        **_table(section, facts),
-        "notes": f"\n{'':15}".join([*notes, *facts.info.notes]),
-        "machine": f"{len(os.sched_getaffinity(0))} cores, {memory_gib:.0f} GiB, {devices}",
-        "written": f"{output}, and {labels.name}, the list of its files" if rows else str(output),
-    }
-    for name, value in table.items():
-        if value:
-            echo(f"  {name:12} {value}")
+    write_text(output, job_text(folder.absolute().name, section, facts, gpus=gpus))
+    summary, counts, bad = facts.info.summary, facts.info.class_counts, facts.unreadable
+    uneven = "; consider data.sampler: balanced" if max(counts) >= 2 * min(counts) else ""
+    table = [
+        ("data", f"{section['name']}, {summary['data']}"),
+        ("classes", summary["classes"]),
+        ("balance", f"{min(counts):,} to {max(counts):,} samples of a class{uneven}"),
+        ("size", f"about {facts.side} pixels on the shorter side"),
+        *(("unreadable", printable(reason, kept="")) for reason in bad[:5]),
+        *(("note", note) for note in (*notes, *facts.info.notes)),
+        ("written", f"{output}" + f", and {labels.name}, the list of its files" * bool(rows)),
+    ]
+    for name, text in table:
+        echo(f"  {name:12} {text}")
     echo(
         f"next:\n  raytrain-opt validate {output}    check job and data\n"
         f"  raytrain-opt run {output}         train; the report will be below runs/"
     )
 
 
-def find_data(
+def _find_data(
     folder: Path, labels: Path, label_column: str | None
 ) -> tuple[Section, list[Row], list[str]]:
     """Return the data section, the rows of `labels` if it needs them, and lines about the choice.
@@ -129,212 +106,221 @@ def find_data(
     Raises DataError: there are no data, or they may have several meanings.
     """
     notes: list[str] = []
-    names, unread = _split_folders(folder)
+    section: Section = {"name": "image_folder", "root": str(folder)}
+    folders = class_folders(folder, Counter())
+    with_classes = [name for name in folders if class_folders(folder / name, Counter())]
+    words = {word: name for name in with_classes for word in _words(name)}
+    names = {split: words[word] for word, split in reversed(_SPLITS.items()) if word in words}
+    unread = [name for name in folders if "train" in names and name not in names.values()]
+    unread = [f"folders that are not read: {first_of(unread)}"] if unread else []
     if label_column is None:
-        for find in (_find_shards, _find_arrays):
-            if section := find(folder, notes):
-                return section, [], notes
+        if arrays := _find_arrays(folder, notes):
+            return arrays, [], notes
         if len(names) == 2:
             splits = {"train_split": names["train"], "test_split": names["test"]}
-            return {"name": "image_folder", "root": str(folder), **splits}, [], unread
-    left_out: Counter[str] = Counter()
-    tables = _files(folder, "*.csv", "*.tsv")
-    rows = read_tables(folder, tables, label_column, left_out, notes) if tables else []
+            return section | splits, [], unread
+    rows = _read_tables(folder, label_column, notes)
     if label_column is None and not rows:
         notes += unread
-        left_out.clear()  # of the tables, which are not used
-        rows = _class_folders(folder, names.get("train", ""), left_out, notes)
-    notes += left_out_note(left_out)
+        rows = _class_folders(folder, names.get("train", ""), notes)
     classes = sorted({label for _, label, _ in rows})
     if len(classes) < 2:
         found = [f"all {len(rows):,} images are of one class, {label}" for label in classes]
-        rules = ["has no data to train on", *found, *notes, _VALID]
-        raise DataError(str(folder), "; ".join(rules))
+        raise DataError(
+            str(folder), "; ".join(["has no data to train on", *found, *notes, _VALID])
+        )
     if len({label.casefold() for label in classes}) < len(classes):
         notes.append("some classes differ in upper and lower case only")
-    if not any(split == "test" for _, _, split in rows):
+    if not any(split == "test" for *_, split in rows):
         rows = _split_rows(rows)
         notes.append("a fifth of each class, drawn at random, is the test set")
-        if not any(split == "test" for _, _, split in rows):
+        if not any(split == "test" for *_, split in rows):
             rule = "no class has three images, so that one could be a test image"
             raise DataError(str(folder), "; ".join([rule, *notes]))
-    section = {"name": "image_folder", "root": str(folder), "labels": str(labels)}
-    return section, sorted(rows), notes
+    return section | {"labels": str(labels)}, sorted(rows), notes
 
 
-def _splits(names: Iterable[str]) -> dict[str, str]:
-    """Return the names of the training set and the test set, which have a usual word in them."""
-    words = {word: name for name in names for word in re.split(r"[^a-z]+", name.lower())}
-    return {split: words[word] for word, split in reversed(SPLITS.items()) if word in words}
+def _words(name: str) -> list[str]:
+    return re.split(r"[^a-z]+", name.lower())
 
 
-def _split_folders(folder: Path) -> tuple[dict[str, str], list[str]]:
-    """Return the folders of the sets, which have folders of classes, and a note on all others."""
-    folders = class_folders(folder, Counter())
-    names = _splits(name for name in folders if class_folders(folder / name, Counter()))
-    others = [name for name in folders if "train" in names and name not in names.values()]
-    notes = [f"folders that are not read: {', '.join(others[:_NAMES])}"] if others else []
-    return names, notes
-
-
-def _files(folder: Path, *patterns: str) -> list[Path]:
-    """Return the plain files of a folder by their names, without hidden ones."""
-    files = sorted(file for pattern in patterns for file in folder.glob(pattern))
-    return [file for file in files if file.is_file() and left_out_kind(file.name) != "hidden"]
-
-
-def _find_arrays(folder: Path, notes: list[str]) -> Section | None:
-    files = _files(folder, "*.npy")
-    if not files:
-        if _files(folder, "*.npz"):
-            example = "numpy.save('train_x.npy', numpy.load('FILE.npz')['train_x'])"
-            raise DataError(str(folder), f"has .npz files; write each array to its own: {example}")
-        return None
-    arrays: dict[str, dict[Path, tuple[int, ...]]] = {"train": {}, "test": {}}
-    for file in files:
-        words = SPLITS.keys() & re.split(r"[^a-z]+", file.stem.lower())
-        if not words:
-            continue
-        try:
-            shape = np.load(file, mmap_mode="r", allow_pickle=False).shape
-        except Exception as error:  # a damaged header can make numpy raise anything
-            raise DataError(str(file), f"is not an array of plain numbers: {error}") from error
-        arrays[SPLITS[max(words)]][file] = shape
-    if not any(arrays.values()):
-        return None
+def _find_arrays(folder: Path, notes: list[str]) -> Section:
     section: Section = {"name": "arrays"}
-    for split, shapes in arrays.items():
+    for split in ("train", "test"):
+        shapes: dict[Path, tuple[int, ...]] = {}
+        for file in sorted(folder.glob("*.npy")):
+            if split in map(_SPLITS.get, _words(file.stem)):
+                try:
+                    shapes[file] = np.load(file, mmap_mode="r").shape
+                except Exception as error:  # a damaged header can make numpy raise anything
+                    raise DataError(str(file), f"is no array of numbers: {error}") from error
         labels = [file for file, shape in shapes.items() if shape[1:] in ((), (1,))]
         samples = [file for file in shapes if file not in labels]
+        if split == "train" and not shapes:
+            return {}
         if len(samples) != 1 or len(labels) != 1:
-            names = ", ".join(f"{file.name} {list(shape)}" for file, shape in shapes.items())
+            found = ", ".join(f"{file.name} {list(shape)}" for file, shape in shapes.items())
             rule = "the .npy files are not one array of samples and one of labels for each set"
-            raise DataError(str(folder), f"{rule}; of {split}: {names or 'none'}; {_VALID}")
+            raise DataError(str(folder), f"{rule}; of {split}: {found or 'none'}; {_VALID}")
         section[split] = [str(samples[0]), str(labels[0])]
         notes.append(f"{split}: samples {samples[0].name}, labels {labels[0].name}")
     return section
 
 
-def _find_shards(folder: Path, notes: list[str]) -> Section | None:
-    groups: dict[str, list[str]] = {}
-    for file in _files(folder, "*.tar"):
-        if match := re.fullmatch(r"(.*?)(\d+)", file.stem):
-            groups.setdefault(match[1], []).append(match[2])
-    names = _splits(groups)
-    if len(names) < 2:
-        return None
-    patterns = {
-        split: f"{folder}/{prefix}{{{groups[prefix][0]}..{groups[prefix][-1]}}}.tar"
-        for split, prefix in sorted(names.items(), reverse=True)
-    }
-    return {"name": "shards", **patterns}
+def _read_tables(folder: Path, label_column: str | None, notes: list[str]) -> list[Row]:
+    """Return the rows of the table that names the images of `folder`; note what each table has.
+
+    By path, name, or name without suffix. Of several tables one must name all images of the
+    others, and more. Raises DataError: none does, one is damaged, or its columns are not clear.
+    """
+    images, left_out, tables = dict[str, str | None](), Counter[str](), list[list[Row]]()
+    paths = [os.path.relpath(path, folder) for path, _ in image_paths(folder, left_out)]
+    for path in paths:
+        name = os.path.basename(path)
+        for key in {name, os.path.splitext(name)[0]}:
+            images[key] = None if key in images else path  # None: of several images
+    images |= {path: path for path in paths}
+    for file in sorted([*folder.glob("*.csv"), *folder.glob("*.tsv")]):
+        if left_out_kind(file.name) != "hidden":
+            left_out[file.suffix.lower()] -= 1
+            notes.append(file.name)
+            try:
+                tables.append(_read_table(file, images, label_column, notes))
+            except ValueError as error:
+                rule = f"{notes[-1]}; {error}; or move the table away, if folders are the classes"
+                raise DataError(str(file), rule) from error
+    *others, found = sorted(({image for image, *_ in rows} for rows in [[], *tables]), key=len)
+    if any(named and not named < found for named in others):
+        rule = "several tables name images; move all but one away, or write one with a split"
+        raise DataError(str(folder), "; ".join([rule, *notes]))
+    notes += left_out_note(left_out) if found else ()
+    return max(tables, key=len, default=[])
 
 
-def _to_csv(rows: Sequence[Row]) -> str:
-    text = StringIO(newline="")
-    csv.writer(text, quoting=csv.QUOTE_ALL).writerows([COLUMNS, *rows])
-    try:
-        text.getvalue().encode()
-    except UnicodeEncodeError as error:
-        name = ascii(error.object[: error.end].rpartition("\n")[2])
-        raise DataError(name, "is not UTF-8, which the list of files needs; rename it") from error
-    return text.getvalue()
-
-
-def _class_folders(
-    folder: Path, train: str, left_out: Counter[str], notes: list[str]
+def _read_table(
+    file: Path, images: Mapping[str, str | None], label_column: str | None, notes: list[str]
 ) -> list[Row]:
+    """Return the images that a table lists, and note how it is read. Raises ValueError."""
+    columns, iterator = read_table(file.read_bytes())
+    lines = list(iterator)
+
+    def find(row: Mapping[str, str], column: str) -> str | None:
+        path = os.path.join(file.parent, row[column].strip().replace("\\", "/"))
+        return images.get(os.path.relpath(path, file.parent))
+
+    counts = {c: sum(bool(find(row, c)) for _, row in lines) for c in _usual(_FILE, columns)}
+    of_files = max(counts, key=counts.__getitem__, default="file")
+    notes[-1] += f" has the columns {', '.join(map(shorten, columns[:20]))}; "
+    notes[-1] += f"{counts.get(of_files, 0):,} of {len(lines):,} rows name an image by {of_files}"
+    if not counts.get(of_files):
+        return []
+    others = [name for name in columns if name != of_files]
+    labels = [label_column] if label_column in others else _usual(_LABEL, others)
+    if len(labels) != 1 or label_column not in (None, *labels):
+        hint = f"--label-column COLUMN, which may be {', '.join(others)}"
+        raise ValueError(f"name the column of the classes: {hint}")
+    words = {name: {row[name].strip().lower() for _, row in lines} for name in others}
+    splits = [name for name in others if _usual(_SPLIT, [name]) or words[name] <= _SPLITS.keys()]
+    if len(splits) > 1 or not all(words[name] <= _SPLITS.keys() for name in splits):
+        values = sorted({word for name in splits for word in words[name] - _SPLITS.keys()})
+        rule = f"the sets must be train or test, in one column, not {', '.join(splits)}"
+        raise ValueError(f"{rule} with {first_of(values)}" if values else rule)
+    notes[-1] += f", the class by {labels[0]}" + "".join(f", the set by {n}" for n in splits)
+    rows = [(find(row, of_files), row[labels[0]].strip(), row) for _, row in lines]
+    found = [
+        (image, label, _SPLITS[row[splits[0]].strip().lower()] if splits else "train")
+        for image, label, row in rows
+        if image and label
+    ]
+    notes[-1] += f"; {len(found):,} images have a class; blanks around it are removed"
+    return found
+
+
+def _usual(pattern: str, columns: Sequence[str]) -> list[str]:
+    return [name for name in columns if re.fullmatch(pattern, re.sub("[^a-z]", "", name.lower()))]
+
+
+def _class_folders(folder: Path, train: str, notes: list[str]) -> list[Row]:
     """Return the images in folders of classes, which may lie below a folder `train`.
 
     Raises DataError: the folders may be sets, because they have the same folders in them.
     """
-    root, rows = folder / train, list[Row]()
+    root, rows, left_out = folder / train, list[Row](), Counter[str]()
     classes = class_folders(root, left_out)
-    inner = {".": {*classes}}  # folders that have folders
+    inner = Counter(classes)  # folders by name
     for name in classes:
         paths = [os.path.relpath(path, folder) for path, _ in image_paths(root / name, left_out)]
-        if not paths:
-            notes.append(f"{name}/ has no image and is not a class")
-        elif name != name.strip():
-            raise DataError(str(root / name), "has a name that begins or ends with a blank")
-        rows += [(path, name, "") for path in paths]
-        if below := {*class_folders(root / name, Counter())}:
-            inner[name] = below
-    for first, second in combinations(inner, 2):
-        if len(shared := sorted(inner[first] & inner[second])) > 1:
-            rule = (
-                f"{first}/ and {second}/ both have {', '.join(shared[:_NAMES])}; if these are the "
-                "classes, call the others train and test; if not, list all files in a table with "
-                "the columns file and label"
-            )
-            raise DataError(str(root), rule)
+        notes += [] if paths else [f"{name}/ has no image and is not a class"]
+        rows += [(path, name.strip(), "") for path in paths]
+        inner.update(class_folders(root / name, Counter()))
+    if len(shared := sorted(name for name, count in inner.items() if count > 1)) > 1:
+        rule = (
+            f"has several folders called {first_of(shared)}; if these are the classes, call the "
+        )
+        rule += "folders of the sets train and test; if not, list all files in a table with the "
+        raise DataError(str(root), f"{rule}columns file and label")
+    notes += left_out_note(left_out)
     return rows
 
 
 def _split_rows(rows: Sequence[Row]) -> list[Row]:
     """Return the rows with a fifth of each class, drawn at random, as the test set."""
-    counts = Counter(label for _, label, _ in rows)
-    left = {label: round(_TEST_FRACTION * count) for label, count in counts.items()}
-    split = []
+    seen, split = Counter[str](), list[Row]()
     for i in np.random.default_rng(0).permutation(len(rows)).tolist():
         file, label, _ = rows[i]
-        split.append((file, label, "test" if left[label] > 0 else "train"))
-        left[label] -= 1
+        seen[label] += 1
+        split.append((file, label, "test" if seen[label] % 5 == 3 else "train"))
     return split
 
 
-def examine(section: Section) -> Facts:
-    """Read labels, and at most 2,000 samples, as a training does. Raises DataError."""
-    kinds = {"arrays": ArraysData, "image_folder": ImageFolderData, "shards": ShardsData}
-    parsed = kinds[section["name"]](**section)
+def _to_csv(rows: Sequence[Row]) -> str:
+    lines = [",".join(f'"{text.replace(_QUOTE, _QUOTE * 2)}"' for text in row) for row in rows]
+    for line in lines:
+        if line.encode(errors="ignore").decode() != line:
+            raise DataError(ascii(line), "is not UTF-8, which the list of files needs; rename it")
+    return "\n".join([",".join(COLUMNS), *lines])
+
+
+class Facts(NamedTuple):
+    """What is known about data. `side`: the median of the images' shorter sides, in pixels.
+
+    `unreadable`: a line for each of the examined files that cannot be read.
+    """
+
+    info: DataInfo
+    side: int
+    unreadable: Sequence[str] = ()
+
+
+def _examine(section: Section) -> Facts:
+    """Read labels, and a few files of each class, as a training does. Raises DataError."""
+    parsed = (ArraysData if section["name"] == "arrays" else ImageFolderData)(**section)
     shared, cpu = load_shared_data(parsed), torch.device("cpu")
     data = open_data(parsed, shared, hold_out=HoldOut(0), seed=0, device=cpu, channels_last=True)
-    info = data.info
+    info, source = data.info, cast(ImageSource, shared)
     if not parsed.on_nodes:
         if len(info.sample_shape) != 3:
             rule = "named models take images; for others write a function (own-model-and-data.md)"
             raise DataError("data.train.0", f"has samples {list(info.sample_shape)}; {rule}")
-        refuse_channels_last(info.sample_shape)
-        channels, height, width = info.sample_shape
-        return Facts(info, min(height, width), f"{width} x {height}, {channels} channels")
-    source = cast(ImageSource, shared)
-    total = info.train_size + info.test_size
-    spread = np.linspace(0, total - 1, min(_EXAMINED, total)).astype(int)
-
-    def read(i: int) -> tuple[int, int, bool] | str:
-        split: SourceSplit = "train" if i < info.train_size else "test"
-        index = i if split == "train" else i - info.train_size
-        try:
-            content = source.content(split, index)
-            center_crop(content, 8)
-            with open_image(content) as image:
-                return (*image.size, image.mode in ("1", "L"))
-        except (OSError, ValueError) as error:
-            return f"{source.describe(split, index)}: {error}"
-
-    with ThreadPoolExecutor() as pool:
-        results = list(pool.map(read, spread.tolist()))
-    unreadable = tuple(result for result in results if isinstance(result, str))
-    images = np.array([result for result in results if not isinstance(result, str)])
-    if not len(images):
-        raise DataError(source.field, f"no image can be read; {unreadable[0]}")
-    readable = {i for i, result in zip(spread, results, strict=True) if isinstance(result, tuple)}
+        return Facts(info, min(info.sample_shape[1:]))
+    sides, unreadable = list[int](), list[str]()
     for number, name in enumerate(info.class_labels):
-        files = np.flatnonzero(source.labels == number).tolist()
-        if readable.isdisjoint(files) and all(isinstance(read(i), str) for i in files):
-            rule = f"none of the {len(files):,} files of class {name} can be read"
-            raise DataError(source.field, f"{rule}; {read(files[0])}")
-    (width, height, _), (max_width, max_height, _) = images.min(0), images.max(0)
-    sizes = f"{width} x {height}"
-    if (width, height) != (max_width, max_height):
-        sizes += f" to {max_width} x {max_height}"
-    sizes += f" pixels, {100 * images[:, 2].mean():.0f} % of them gray"
-    side = int(np.median(images[:, :2].min(1)))
-    return Facts(info, side, sizes, len(results), unreadable)
+        files, readable = np.flatnonzero(source.labels == number), len(sides)
+        for i in files[:: 1 + len(files) * info.num_classes // _EXAMINED].tolist():
+            try:
+                content = source.content("train", i)
+                center_crop(content, 8)
+                sides.append(min(open_image(content).size))
+            except (OSError, ValueError) as error:
+                unreadable.append(f"{source.describe('train', i)}: {error}")
+        if len(sides) == readable:
+            rule = f"no examined file of class {name} can be read"
+            raise DataError(source.field, f"{rule}; {unreadable[-1]}")
+    return Facts(info, int(np.median(sides)), unreadable)
 
 
-def choose(facts: Facts, *, gpus: int, is_files: bool) -> Choice:
-    """Choose by rules of thumb: the size of images, their number, and whether there are GPUs."""
+def choose(facts: Facts, *, gpus: int) -> tuple[str, int, int, int]:
+    """Return network, image size, global batch size and epochs, by rules of thumb."""
     side, train = facts.side, facts.info.train_size
     if side < 16:
         model, image_size = "small_cnn", side
@@ -342,76 +328,39 @@ def choose(facts: Facts, *, gpus: int, is_files: bool) -> Choice:
         model, image_size = "cifar_resnet18" if gpus else "resnet8", side // 8 * 8
     else:
         model = "resnet50" if gpus and train >= 100_000 else "resnet18"
-        sizes = (224, 160, 128, 96, 64) if gpus else (128, 96, 64)
-        image_size = next((size for size in sizes if side >= 0.9 * size), 64)
+        image_size = max(64, min(round(side / 32) * 32, 224 if gpus else 128))
     # 40 updates an epoch or more, unless that takes batches too small to use a device well.
     per_device = 2 ** int(math.log2(max(16, train / 40 / max(1, gpus))))
     batch = min(per_device, 128 if gpus else 64) * max(1, gpus)
     batch = min(batch, max(1, train // 2))
     updates = 15_000 if gpus else 1000
-    epochs = min(max(10, math.ceil(updates / (train // batch))), 60)
-    return Choice(model, image_size if is_files else None, batch, epochs)
+    return model, image_size, batch, min(max(10, math.ceil(updates / (train // batch))), 60)
 
 
 def job_text(name: str, section: Section, facts: Facts, *, gpus: int) -> str:
     """Return the job file, with a comment for each choice."""
-    choice = choose(facts, gpus=gpus, is_files=section["name"] != "arrays")
-    train, size = facts.info.train_size, choice.image_size
-    lines = [
-        "# Written by raytrain-opt init: a start, by rules of thumb; docs/job-file.md has all",
-        "# settings. Optimizer and learning rate are missing because the training finds them.",
-        f"name: {re.sub(r'[^A-Za-z0-9._-]+', '-', name).strip('-._')[:100] or 'run'}",
-        "model:",
-        f"  name: {choice.model}  # for images of about {facts.side} pixels",
-    ]
-    if choice.model.startswith("resnet") and choice.model != "resnet8":
-        lines += [
-            "  # ImageNet's weights, which torchvision downloads: photographs then need far fewer",
-            "  # images and epochs, see docs/fine-tuning.md.",
-            "  # weights: IMAGENET1K_V1",
-        ]
-    lines += ["data:", *(f"  {key}: {json.dumps(value)}" for key, value in section.items())]
-    if size is not None:
-        lines.append(f"  image_size: {size}  # pixels; larger is slower, and often better")
-        if section["name"] == "image_folder" and size <= 48:
-            lines.append("  random_crop: false  # true for photographs: cropped and mirrored")
+    model, size, batch, epochs = choose(facts, gpus=gpus)
+    train = facts.info.train_size
+    lines = [f"{key}: {json.dumps(value)}" for key, value in section.items()]
+    if section["name"] == "image_folder":
+        lines.append(f"image_size: {size}  # pixels; larger is slower, and often better")
+        if size <= 48:
+            lines.append("random_crop: false  # true for photographs: cropped and mirrored")
         elif gpus and train < 100_000:
-            lines.append("  augment: {policy: trivial_augment}  # for fewer than 100,000 images")
-    if facts.imbalance >= _IMBALANCE:
-        lines += [
-            f"  # The largest class has {facts.imbalance:.1f} times the samples of the smallest.",
-            "  # Take equally many samples of each, if small classes matter as much:",
-            "  # sampler: balanced",
-        ]
+            lines.append("augment: {policy: trivial_augment}  # for fewer than 100,000 images")
     if facts.unreadable:
-        lines.append("  on_unreadable: skip  # some files cannot be read")
-    lines += [
-        f"epochs: {choice.epochs}  # of {train // choice.global_batch_size} updates",
-        "# train_for: 1h  # in place of epochs: as many as fit into this time",
-        f"global_batch_size: {choice.global_batch_size}  # samples of an update, over all workers",
-        "# batch_size_search: {strategy: throughput_knee}  # measure it first, in about a minute",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _table(section: Section, facts: Facts) -> dict[str, str]:
-    """Return the lines about the data that are printed."""
-    info, counts = facts.info, facts.info.class_counts
-    names = [printable(name, kept="") for name in info.class_labels]
-    summary = info.summary
-    low, high = counts.index(min(counts)), counts.index(max(counts))
-    table = {
-        "data": f"{section['name']}, {summary['data']}",
-        "classes": summary["classes"],
-        "balance": f"{counts[low]:,} ({names[low]}) to {counts[high]:,} ({names[high]}) samples",
-        "samples": facts.sizes,
-    }
-    if facts.imbalance >= _IMBALANCE:
-        table["balance"] += "; consider data.sampler: balanced or loss.class_weights: balanced"
-    if facts.examined:
-        bad = [printable(reason, kept="") for reason in facts.unreadable]
-        lines = [f"{len(bad)} of {facts.examined:,} examined files", *bad[:_NAMES]]
-        if len(bad) > _NAMES:
-            lines.append(f"and {len(bad) - _NAMES} more")
-        table["unreadable"] = f"\n{'':15}".join(lines)
-    return table
+        lines.append("on_unreadable: skip  # some files cannot be read")
+    data = "\n  ".join(lines)
+    return f"""\
+# Written by raytrain-opt init: a start, by rules of thumb; docs/job-file.md has all settings.
+# Optimizer and learning rate are missing because the training finds them. Of resnet18 and
+# resnet50 torchvision has weights, with which photographs need far fewer images and epochs.
+name: {re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:100] or "run"}
+model: {model}  # for images of about {facts.side} pixels; or {{name: resnet18, weights: DEFAULT}}
+data:
+  {data}
+epochs: {epochs}  # of {train // batch} updates
+# train_for: 1h  # in place of epochs: as many as fit into this time
+global_batch_size: {batch}  # samples of an update, over all workers
+# batch_size_search: {{strategy: throughput_knee}}  # measure it first, in about a minute
+"""

@@ -32,7 +32,7 @@ CandidateBatch = Literal["global", "local"]
 
 
 # Where candidates are trained.
-SearchOn = Literal["auto", "slots", "workers"]
+SearchOn = Literal["slots", "workers"]
 
 
 class Warmup(Section):
@@ -79,7 +79,7 @@ class Scaling(Section):
 _SEARCH_ON = (
     "slots: each candidate trains on one device, the candidates of a round side by side; workers: "
     "each trains on all workers, as the model does, one after the other, and no slots are "
-    "started; auto: whichever should take less time."
+    "started."
 )
 # Larger rates destroy what trained weights have learned before it is used.
 FINE_TUNING_LR = 0.01
@@ -220,7 +220,9 @@ class HorizonPolicy(_Policy):
     max_search_cost: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = "auto"
     """Limit of the search, as a fraction of the samples of the training. auto: 0.2; in a small
     training more, up to 1, so that candidates have the 300 updates that a decision needs."""
-    search_on: SearchOn = Field("auto", description=_SEARCH_ON)
+    search_on: SearchOn | None = Field(
+        None, description=f"{_SEARCH_ON} Default: workers; slots with parallel.mode: async."
+    )
 
     @property
     def summary(self) -> str:

@@ -294,10 +294,10 @@ class Job(Section):
 
     @property
     def search_on(self) -> SearchOn:
-        """Where candidates are trained; `auto` only where both are possible."""
+        """Where candidates are trained."""
         section = self.learning_rate
         needs_slots = section.candidate_batch == "local" or not self.parallel.common_steps
-        return "slots" if needs_slots else section.search_on
+        return "slots" if needs_slots else section.search_on or "workers"
 
     @property
     def functions(self) -> list[tuple[str, object]]:

@@ -245,17 +245,9 @@ def _bounds(
         f"grows {LARGEST_LR_FACTOR}-fold at most)"
     )
     max_step_s = _TRAINING_FRACTION * length.seconds / section.min_updates
-    noise_scale = None
-    if isinstance(section, ThroughputKneeSearch):
-        noise_scale = _measured_noise_scale(job, note)
-    return SizeBounds(
-        largest,
-        train_size // workers,
-        workers,
-        own,
-        max_step_s=max_step_s,
-        noise_scale=noise_scale,
-    )
+    is_weighed = isinstance(section, ThroughputKneeSearch)
+    noise_scale = _measured_noise_scale(job, note) if is_weighed else None
+    return SizeBounds(largest, train_size // workers, workers, own, max_step_s, noise_scale)
 
 
 def _measured_noise_scale(job: Job, note: Callable[[str], None]) -> float | None:

@@ -56,13 +56,12 @@ class CheckpointWriter:
                     f"after epoch {epoch}: {tensor} is not finite, so this state was not saved. "
                     "Lower learning_rate.initial or add a warm-up (learning_rate.warmup)."
                 )
-            with self._event_log.span("checkpoint"):
-                # The records must never be behind the checkpoint: a resume truncates, not adds.
-                self._paths.sync_records()
-                self._checkpoints.save(
-                    epoch, state, progress.to_json(), score, rounds=rounds, steps=steps
-                )
-                self.publish()
+            # The records must never be behind the checkpoint: a resume truncates, not adds.
+            self._paths.sync_records()
+            self._checkpoints.save(
+                epoch, state, progress.to_json(), score, rounds=rounds, steps=steps
+            )
+            self.publish()
 
         self._pending = start_thread(write)
 

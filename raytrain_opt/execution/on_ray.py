@@ -17,7 +17,7 @@ from ray import cloudpickle
 
 from raytrain_opt.cluster.connection import check_address, ray_session, watch_preemption
 from raytrain_opt.cluster.ray_private import log_folder
-from raytrain_opt.cluster.resources import PoolPlan, PoolRequest, plan_when_there_is_room
+from raytrain_opt.cluster.resources import PoolPlan, plan_when_there_is_room
 from raytrain_opt.config.processes import TimeoutsSection
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import (
@@ -146,13 +146,9 @@ class RayBackend:
         """Plan the pools when there is room; report where the plan differs from the job."""
         job, note = self._job, self._frontend.terminal.note
         candidates = job.learning_rate.max_candidates if search else 0
-        request = PoolRequest.from_job(job, candidates)
-        self.plan = plan = plan_when_there_is_room(request, job.timeouts.start_s, note)
+        self.plan = plan = plan_when_there_is_room(job, candidates, note)
         for text in plan.notes:
             note(text)
-        if plan.search_reason:
-            where = f"{plan.slots} slots" if plan.slots else "all workers"
-            note(f"candidates train on {where}: {plan.search_reason}")
         if plan.workers > 1 and job.parallel.common_steps and facts.problems_of_several:
             raise JobError(facts.problems_of_several)
         threads = job.workers.threads

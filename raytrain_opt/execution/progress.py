@@ -181,8 +181,9 @@ def epoch_record(
     workers: int,
     optimizer: str,
     lrs: Sequence[float],
+    end_s: float,
 ) -> EpochRecord:
-    """Return a line of epochs.jsonl; `lrs`: rates of all steps so far."""
+    """Return a line of epochs.jsonl; `lrs`: of all steps so far; `end_s`: seconds of the run."""
     train, test = metrics.train, metrics.test
     assert train is not None
     noise = None if train.norms is None else NoiseScale.from_norms(train.norms)
@@ -202,6 +203,7 @@ def epoch_record(
         samples_per_s=train.samples / train.duration_s if train.duration_s else 0.0,
         skipped=train.skipped,
         duration_s=monotonic_s() - metrics.started_s,
+        end_s=end_s,
         timings_s=dict(metrics.stopwatch.timings_s),
         noise_scale=noise,
         staleness=metrics.staleness,

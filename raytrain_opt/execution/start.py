@@ -9,11 +9,7 @@ from typing import Any
 
 import ray
 
-from raytrain_opt.async_training.actors import (
-    AsynchronousWorkers,
-    ServerHandles,
-    parameter_server,
-)
+from raytrain_opt.async_training.actors import AsynchronousWorkers, parameter_server
 from raytrain_opt.async_training.main_training import AsynchronousTraining
 from raytrain_opt.cluster.connection import count_placeable, on_driver_node, total_resources
 from raytrain_opt.cluster.resources import PoolPlan
@@ -22,9 +18,9 @@ from raytrain_opt.execution.resolve import Placement, Resolved
 from raytrain_opt.execution.workspace import Workspace
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.pools.commands import SLOT_POOL, WORKER_POOL
-from raytrain_opt.pools.launcher import PoolLauncher, runtime_environment
+from raytrain_opt.pools.launcher import PoolLauncher, environment
 from raytrain_opt.pools.mailbox import Mailbox
-from raytrain_opt.pools.programs import ResidentConfig, SynchronousWorkers
+from raytrain_opt.pools.programs import ResidentConfig
 from raytrain_opt.pools.protocol import Pools, SynchronousTraining
 from raytrain_opt.pools.ray_pool import ProbingSlot, RayPool, running
 from raytrain_opt.pools.state_store import RayStateStore
@@ -36,18 +32,14 @@ _OWN_RAY_STOP_S = 1.0
 _LOOK_S = 2.0
 
 
-def start_launcher(*, local: bool, start_s: float, import_all: bool) -> Any:
-    """Start the actor on this node that keeps the pools."""
-    return (
-        ray.remote(PoolLauncher)
-        .options(
-            num_cpus=0,
-            max_concurrency=2,
-            label_selector=on_driver_node(),
-            runtime_env=runtime_environment(local=local, start_s=start_s),
-        )
-        .remote(import_all=import_all)
-    )
+def start_launcher(*, local: bool, start_s: float) -> Any:
+    """Start the actor on this node that keeps the pools.
+
+    `local`: all processes of this Ray have the variables of its environment.
+    """
+    env = {} if local else {"env_vars": environment(local=False, start_s=start_s)}
+    options = {"label_selector": on_driver_node(), "runtime_env": env}
+    return ray.remote(PoolLauncher).options(num_cpus=0, max_concurrency=2, **options).remote()
 
 
 def start_mailbox(shared: list[Any]) -> Any:
@@ -79,7 +71,7 @@ def start_prober(
 ) -> Iterator[ProbingSlot]:
     """Start what runs a slot that probes batch sizes; end it, and free its memory, afterwards."""
     assert job.batch_size_search is not None
-    launcher = start_launcher(local=owns_ray, start_s=job.timeouts.start_s, import_all=False)
+    launcher = start_launcher(local=owns_ray, start_s=job.timeouts.start_s)
     config = prober_config(job, plan, placement, paths, start_mailbox(shared))
     pool = _make_slots(config, launcher, RayStateStore())
     stop_s = _OWN_RAY_STOP_S if owns_ray else job.timeouts.stop_s
@@ -93,26 +85,15 @@ def prober_config(
     """Return the settings of a slot that probes.
 
     It has a worker's resources and threads, and a full GPU, as two probes on it would interfere.
+    The search counts deaths, and takes some for an answer, so Ray Tune restarts none.
     """
     resources = dict(plan.worker_resources)
     if plan.use_gpu:
         resources["GPU"] = max(1.0, resources["GPU"])
-    return ResidentConfig(
-        learner=replace(
-            LearnerConfig.from_job(job).named(*OBJECT_SECTIONS), worker_count=placement.workers
-        ),
-        candidate_batch=None,
-        plan=replace(
-            plan, slots=1, slot_resources=resources, slots_per_node=plan.workers_per_node
-        ),
-        min_workers=1,
-        threads=placement.threads,
-        max_restarts=0,  # the search counts deaths, and takes some for an answer
-        timeouts=job.timeouts,
-        run_id=paths.run_id,
-        mailbox=mailbox,
-        ray_storage_path=paths.ray_storage,
-    )
+    learner = replace(LearnerConfig.from_job(job), worker_count=placement.workers)
+    plan = replace(plan, slots=1, slot_resources=resources, slots_per_node=plan.workers_per_node)
+    config = _resident_config(job, learner, plan, paths, mailbox)
+    return replace(config, candidate_batch=None, threads=placement.threads, max_restarts=0)
 
 
 @contextmanager
@@ -124,43 +105,38 @@ def start_pools(
     `shared`: the reference to the data and objects that all processes share.
     """
     job = resolved.job
-    # Starting a process costs ten seconds of CPU, most of it imports. With too few cores the slots
-    # start first, since they take the first steps; the workers start beside the first round.
-    cores = sum(node.get("CPU", 0.0) for node in total_resources())
-    oversubscribed = cores < plan.slots + plan.workers
     stop_s = _OWN_RAY_STOP_S if owns_ray else job.timeouts.stop_s
     network = resolved.learner.named("data", "task", "loss")
     with parameter_server(network, resolved.info, job.max_restarts) as server:
-        launcher = start_launcher(
-            local=owns_ray, start_s=job.timeouts.start_s, import_all=not oversubscribed
-        )
-        config = _resident_config(resolved, plan, workspace, start_mailbox(shared), server)
+        launcher = start_launcher(local=owns_ray, start_s=job.timeouts.start_s)
+        mailbox = start_mailbox(shared)
+        config = _resident_config(job, resolved.learner, plan, workspace.paths, mailbox)
+        if server is not None:
+            config = replace(config, workers=AsynchronousWorkers(server))
         store = RayStateStore()
-        workers, slots = _make_pools(config, launcher, store)
-        pools = (slots, workers) if plan.slots else (workers,)  # slots compute first
+        workers, slots = _make_workers(config, launcher, store), None
+        if plan.slots:
+            slots = _make_slots(config, launcher, store)
+        # Starting a process costs ten seconds of CPU, most of it imports. Slots take the first
+        # steps, so they start first; `TrainingRun` starts the workers beside the first round.
+        pools = (workers,) if slots is None else (slots, workers)
         with running(*pools, launcher=launcher, stop_s=stop_s):
             pools[0].start()
-            if not oversubscribed:
-                workers.start()
             yield Pools(
                 workers,
-                slots if plan.slots else None,
+                slots,
                 store,
                 SynchronousTraining(workers)
                 if server is None
                 else AsynchronousTraining(resolved.learner, job.timeouts, workers, store, server),
                 plan.use_gpu,
                 total_resources,
-                plan.search_reason,
             )
 
 
-def _make_pools(
-    config: ResidentConfig, launcher: Any, store: RayStateStore
-) -> tuple[RayPool, RayPool]:
-    """Return workers and slots, none of which has started."""
+def _make_workers(config: ResidentConfig, launcher: Any, store: RayStateStore) -> RayPool:
     plan = config.plan
-    workers = RayPool(
+    return RayPool(
         WORKER_POOL,
         plan.workers,
         lambda: launcher.run_workers.remote(config),
@@ -172,7 +148,6 @@ def _make_pools(
         if config.min_workers == plan.workers
         else lambda: count_placeable(plan.worker_resources, 1, _LOOK_S) == 1,
     )
-    return workers, _make_slots(config, launcher, store)
 
 
 def _make_slots(config: ResidentConfig, launcher: Any, store: RayStateStore) -> RayPool:
@@ -188,24 +163,18 @@ def _make_slots(config: ResidentConfig, launcher: Any, store: RayStateStore) -> 
 
 
 def _resident_config(
-    resolved: Resolved,
-    plan: PoolPlan,
-    workspace: Workspace,
-    mailbox: Any,
-    server: ServerHandles | None,
+    job: Job, learner: LearnerConfig, plan: PoolPlan, paths: RunPaths, mailbox: Any
 ) -> ResidentConfig:
     """Return the settings of workers and slots."""
-    job = resolved.job
     return ResidentConfig(
-        learner=resolved.learner.named(*OBJECT_SECTIONS),
+        learner=learner.named(*OBJECT_SECTIONS),
         candidate_batch=job.learning_rate.candidate_batch,
         plan=plan,
         min_workers=job.workers.min_workers,
         threads=job.workers.threads,
         max_restarts=job.max_restarts,
         timeouts=job.timeouts,
-        run_id=workspace.paths.run_id,
+        run_id=paths.run_id,
         mailbox=mailbox,
-        ray_storage_path=workspace.paths.ray_storage,
-        workers=SynchronousWorkers() if server is None else AsynchronousWorkers(server),
+        ray_storage_path=paths.ray_storage,
     )

@@ -268,14 +268,15 @@ class TrainingRun:
             epoch = self.progress.next_epoch
             optimizer = self.optimizers[self._epoch.steps.optimizer]
             name, workers = str(optimizer.name), self._worker_events.at_work
-            record = epoch_record(epoch, self.length.epochs, self._epoch, workers, name, self.lrs)
+            epochs, end_s = self.length.epochs, self.event_log.elapsed_s()
+            record = epoch_record(epoch, epochs, self._epoch, workers, name, self.lrs, end_s)
             self.progress = replace(
                 self.progress, next_epoch=epoch + 1, history=history, partial_epoch=PartialEpoch()
             )
             if not self._may_start_again:
                 self._initial = None
             self.recorder.epoch(record, len(self.lrs))
-            self.event_log.write(epoch, [pool.drain_log() for pool in self.pools.all])
+            self.event_log.write(epoch, [e for pool in self.pools.all for e in pool.new_events()])
             restarts = epoch in history.restarts
             self.recorder.schedule(self._epoch.schedule(epoch, optimizer, restarts=restarts))
             self._lrs += self._epoch.steps.lrs
@@ -349,11 +350,10 @@ class TrainingRun:
         self.progress = replace(RunProgress.from_json(progress), job=job_fields(self.job))
         self._epoch = EpochMetrics.resumed(self.progress.partial_epoch)
         epoch = self.progress.next_epoch
-        damaged = self.recorder.truncate_after(self.progress.recorded_rounds, epoch - 1)
+        self.recorder.truncate_after(self.progress.recorded_rounds, epoch - 1)
         self._lrs = self.recorder.lrs()
         self.length.resume(self.recorder.epochs(), self.history)
-        lost = f"; {damaged} damaged lines of its timeline or events were removed"
-        text = f"resumed after {checkpoint.reached}{lost if damaged else ''}"
+        text = f"resumed after {checkpoint.reached}"
         self.event_log.resume_clock(epoch, text, self.progress.partial_epoch.duration_s)
         self.length.log_change(self.policy, self.history, self.lrs, len(self._epoch.steps.lrs))
         return self.pools.states.put(checkpoint.folder, state)
@@ -390,7 +390,7 @@ class TrainingRun:
     ) -> RoundRecord:
         names = [str(optimizer.name) for optimizer in self.optimizers]
         return RoundRecord.from_decision(
-            action, self._epoch.results, decision, winner_sha256, names, self.pools.search
+            action, self._epoch.results, decision, winner_sha256, names, self.pools.search_on
         )
 
     def _write_round(self, record: RoundRecord, loaded_sha256: Sequence[str | None] = ()) -> None:

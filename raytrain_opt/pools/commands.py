@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -221,14 +221,6 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class CommandTime:
-    """How long a resident took for a command, and the parts that the command measured itself."""
-
-    duration_s: float
-    timings_s: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Reply:
     """A resident's reply to the command of this number."""
 
@@ -236,7 +228,6 @@ class Reply:
     number: int
     value: Any  # pickled, unless it has a reference to a state, which Ray has to count
     failed: bool = False  # it is a Failure or StateLost
-    time: CommandTime | None = None
 
 
 @dataclass(frozen=True)

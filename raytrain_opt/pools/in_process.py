@@ -31,7 +31,7 @@ from raytrain_opt.pools.commands import (
 from raytrain_opt.pools.protocol import OnWait, Pools, SynchronousTraining
 from raytrain_opt.pools.worker import Slot, Worker
 from raytrain_opt.random_state import preserve_random_state
-from raytrain_opt.recording.records import Event, Span
+from raytrain_opt.recording.records import Event
 from raytrain_opt.threads import available_cores
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
@@ -67,7 +67,6 @@ class InProcessPool:
         self.name, self.has_trained = name, False
         self.on_wait: OnWait | None = None
         self.resident, self._before = resident, before
-        self._spans: list[Span] = []
         self._next_report_s = 0.0
 
     def start(self) -> None:
@@ -84,24 +83,12 @@ class InProcessPool:
 
     def command(self, command: Command, expected: Sequence[int] | None = None) -> dict[int, Any]:
         self._before()
-        began_s = monotonic_s()
         try:
             reply = self.resident.handle(command, self._on_step)
         except RaytrainOptError:
             raise
         except Exception as error:
             raise to_failure(error).to_error(f"{self.name} 0") from error
-        duration_s = monotonic_s() - began_s
-        timings_s = getattr(reply, "timings_s", {})
-        self._spans.append(
-            Span(
-                process=f"{self.name} 0",
-                command=command.name,
-                start_s=began_s,
-                duration_s=duration_s,
-                timings_s=timings_s,
-            )
-        )
         return {0: reply}
 
     def _on_step(self, done: int, total: int) -> object:
@@ -112,9 +99,8 @@ class InProcessPool:
             return self.on_wait(self.name, Progress(done, total))
         return False
 
-    def drain_log(self) -> tuple[list[Span], list[Event]]:
-        spans, self._spans = self._spans, []
-        return spans, []
+    def new_events(self) -> list[Event]:
+        return []
 
     def restarts(self) -> int:
         return 0
@@ -139,7 +125,6 @@ def in_process_pools(
         SynchronousTraining(workers),
         learner.device.type == "cuda",
         _this_node,
-        "" if with_slots else "there is only this process",
     )
 
 

@@ -7,8 +7,7 @@ start-up; and the driver neither imports Ray Train and Ray Tune nor has threads 
 from __future__ import annotations
 
 import os
-import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from raytrain_opt.threads import WAIT_POLICY
 
@@ -44,11 +43,6 @@ _LOCAL_ENVIRONMENT = {
 }
 
 
-def runtime_environment(*, local: bool, start_s: float) -> dict[str, Any]:
-    """Return the runtime environment of actors; empty where all processes have the variables."""
-    return {} if local else {"env_vars": environment(local=False, start_s=start_s)}
-
-
 def environment(*, local: bool, start_s: float) -> dict[str, str]:
     """Return the launcher's environment variables; `local`: Ray runs on this machine alone."""
     # The wait policy is in this process's environment already, unless the user decided.
@@ -61,23 +55,17 @@ def environment(*, local: bool, start_s: float) -> dict[str, str]:
 class PoolLauncher:
     """Runs the pools. Each method returns when its pool has ended, and raises why."""
 
-    def __init__(self, *, import_all: bool) -> None:
-        """Import what the pools need, all now if `import_all`."""
-        # Modules that import each other in circles must not be imported by two threads.
-        self._importing = threading.Lock()
-        if import_all:
-            import raytrain_opt.pools.launch_pools  # noqa: F401
+    def __init__(self) -> None:
+        # Here, because modules that import each other in circles must not be imported by two
+        # threads, and each method has one.
+        from raytrain_opt.pools import launch_pools
+
+        self._pools = launch_pools
 
     def run_slots(self, config: ResidentConfig) -> None:
         """Run the slots; see `pools.launch_pools`."""
-        with self._importing:
-            from raytrain_opt.pools.launch_pools import run_slots
-        run_slots(config)
+        self._pools.run_slots(config)
 
     def run_workers(self, config: ResidentConfig) -> None:
         """Run the workers; see `pools.launch_pools`."""
-        with self._importing:
-            from raytrain_opt.pools.launch_pools import run_workers
-
-            trainer = config.workers.trainer(config)
-        run_workers(config, trainer)
+        self._pools.run_workers(config, config.workers.trainer(config))

@@ -19,14 +19,13 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.pools.commands import (
     Close,
     Command,
-    CommandTime,
     Instruction,
     Overdue,
     PoolStatus,
@@ -37,11 +36,7 @@ from raytrain_opt.pools.commands import (
     Resident,
     Sender,
 )
-from raytrain_opt.recording.records import Event, Span
-
-# Residents of a pool of which every command is recorded. Of the others, only the one that took
-# longest: the records of a run must not grow with its workers.
-RECORDED_RESIDENTS = 16
+from raytrain_opt.recording.records import Event
 
 
 class Signal:
@@ -150,13 +145,11 @@ class ActivityLog:
     posted_s: float = field(default_factory=monotonic_s)
     last_heard_s: float = field(default_factory=monotonic_s)
     has_trained: bool = False
-    records: list[Span | Event] = field(default_factory=list)
-    longest: Span | None = None  # of the current command, by those not all of whose are recorded
-    forgotten: int = 0  # records that the driver has received
+    events: list[Event] = field(default_factory=list)
+    forgotten: int = 0  # events that the driver has received
 
     def begin_command(self) -> None:
         """Forget the progress of the command before."""
-        self.end_command()
         self.progress, self.heard_s = {}, {}
         self.posted_s = self.last_heard_s = monotonic_s()
 
@@ -191,36 +184,13 @@ class ActivityLog:
         )
         return sorted(residents, key=lambda o: (o.progress.done if o.progress else -1, o.index))
 
-    def record_command(self, sender: Sender, command: str, time: CommandTime) -> None:
-        """Record a command that a resident has just finished."""
-        pool, index, *_ = sender
-        recorded = index < RECORDED_RESIDENTS
-        if not recorded and self.longest and time.duration_s <= self.longest.duration_s:
-            return
-        span = Span(
-            process=f"{pool} {index}",
-            command=command,
-            start_s=monotonic_s() - time.duration_s,
-            **asdict(time),
-        )
-        if recorded:
-            self.records.append(span)
-        else:
-            self.longest = span
-
-    def end_command(self) -> None:
-        """Record who took longest, of those not all of whose commands are recorded."""
-        if self.longest is not None:
-            self.records.append(self.longest)
-            self.longest = None
-
     def record_restart(self, resident: Resident, command: str) -> None:
         """Record a restart. It cost the time since the resident's last sign of life."""
         now_s = monotonic_s()
         silent_s = now_s - self.heard_s.get(resident.index, self.posted_s)
         self.progress.pop(resident.index, None)  # it begins the command anew
         text = f"{resident.name} was restarted during {command}"
-        self.records.append(
+        self.events.append(
             Event(
                 kind="restarted", text=text, time_s=now_s, process=resident.name, silent_s=silent_s
             )
@@ -230,11 +200,11 @@ class ActivityLog:
         """Return the seconds since the current command, or since the last sign of life."""
         return monotonic_s() - self.last_heard_s
 
-    def drain(self, received: int) -> tuple[float, list[Span | Event]]:
-        """Return the time now, and the records after the first `received`, which are forgotten."""
-        del self.records[: received - self.forgotten]
+    def new_events(self, received: int) -> tuple[float, list[Event]]:
+        """Return the time now, and the events after the first `received`, which are forgotten."""
+        del self.events[: received - self.forgotten]
         self.forgotten = received
-        return monotonic_s(), list(self.records)
+        return monotonic_s(), list(self.events)
 
 
 @dataclass
@@ -326,8 +296,6 @@ class Mailbox:
         if index in board.replies:
             return
         state.log.hear(index)
-        if reply.time is not None:
-            state.log.record_command(reply.sender, state.command_name, reply.time)
         board.replies[index] = reply.value
         if reply.failed:
             board.failed.add(index)
@@ -386,7 +354,6 @@ class Mailbox:
         await state.board.replied.wait_for(
             lambda: state.board.is_answered(number, expected, state.membership.lost)
         )
-        state.log.end_command()
         if state.board.number == number:
             state.board.collected = True
         return dict(state.board.replies)
@@ -397,6 +364,6 @@ class Mailbox:
         late = set(expected) - state.board.replies.keys() - state.membership.lost
         return state.log.overdue(late)
 
-    async def drain_log(self, pool: str, received: int) -> tuple[float, list[Span | Event]]:
-        """Return the time now, and spans and events after the first `received`, on this clock."""
-        return self._pools[pool].log.drain(received)
+    async def new_events(self, pool: str, received: int) -> tuple[float, list[Event]]:
+        """Return the time now, and the events after the first `received`, on this clock."""
+        return self._pools[pool].log.new_events(received)

@@ -18,7 +18,7 @@ from raytrain_opt.pools.commands import (
     SendInitialState,
     StateRef,
 )
-from raytrain_opt.recording.records import Event, Span, StalenessRecord
+from raytrain_opt.recording.records import Event, StalenessRecord
 from raytrain_opt.results import EvalTotals, Predictions, Probe, Split, TrainTotals
 from raytrain_opt.search.policy import CandidateResult, TryCandidates
 
@@ -73,8 +73,8 @@ class Pool(Protocol):
         Residents that died too often are missing. Raises PoolError if the pool ended.
         """
 
-    def drain_log(self) -> tuple[list[Span], list[Event]]:
-        """Return spans and events since the last call, on this process's clock."""
+    def new_events(self) -> list[Event]:
+        """Return the events since the last call, on this process's clock."""
 
     def restarts(self) -> int:
         """Return how often a resident was restarted."""
@@ -194,12 +194,11 @@ class Pools:
     main_training: MainTraining
     use_gpu: bool
     node_resources: Callable[[], list[dict[str, float]]]
-    search_reason: str = ""  # where it was chosen
 
     @property
-    def search(self) -> tuple[Literal["slots", "workers"], str]:
-        """Who trains candidates, and why."""
-        return "workers" if self.slots is None else "slots", self.search_reason
+    def search_on(self) -> Literal["slots", "workers"]:
+        """Who trains candidates."""
+        return "workers" if self.slots is None else "slots"
 
     @property
     def all(self) -> list[Pool]:

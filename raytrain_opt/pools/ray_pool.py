@@ -33,7 +33,7 @@ from raytrain_opt.pools.commands import (
 )
 from raytrain_opt.pools.protocol import MeasuredProbe, OnWait
 from raytrain_opt.pools.state_store import RayStateStore
-from raytrain_opt.recording.records import Event, Span
+from raytrain_opt.recording.records import Event
 
 # Escape sequences in texts of Ray.
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
@@ -63,7 +63,7 @@ class RayPool:
     _ended: Any = None
     _ready: bool = False
     _posted: int = 0  # commands
-    _received: int = 0  # spans and events
+    _received: int = 0  # events
 
     def start(self) -> None:
         if self._ended is None:
@@ -206,16 +206,11 @@ class RayPool:
 
         return ", ".join(map(describe, indices))
 
-    def drain_log(self) -> tuple[list[Span], list[Event]]:
-        mailbox_s, records = answer(self.mailbox.drain_log.remote(self.name, self._received))
-        self._received += len(records)
-        ahead_s, spans, events = monotonic_s() - mailbox_s, list[Span](), list[Event]()
-        for record in records:
-            if isinstance(record, Span):
-                spans.append(record.model_copy(update={"start_s": record.start_s + ahead_s}))
-            else:
-                events.append(record.model_copy(update={"time_s": record.time_s + ahead_s}))
-        return spans, events
+    def new_events(self) -> list[Event]:
+        mailbox_s, events = answer(self.mailbox.new_events.remote(self.name, self._received))
+        self._received += len(events)
+        ahead_s = monotonic_s() - mailbox_s
+        return [e.model_copy(update={"time_s": e.time_s + ahead_s}) for e in events]
 
     def restarts(self) -> int:
         return self._status().restarts

@@ -26,7 +26,6 @@ from raytrain_opt.errors import is_lost_connection
 from raytrain_opt.pools.commands import (
     Close,
     Command,
-    CommandTime,
     Evaluate,
     Failure,
     Instruction,
@@ -268,7 +267,6 @@ class CommandLoop:
 
     def _execute(self, handler: Handler, number: int, command: Command) -> Reply:
         self._work = number, None
-        start_s = monotonic_s()
         try:
             joined = isinstance(command, Regroup)
             with exits_as_errors():
@@ -280,15 +278,13 @@ class CommandLoop:
         except Exception as error:  # noqa: BLE001
             value = self._fail(error, number)
         self._work = None
-        return self._reply(
-            number, value, CommandTime(monotonic_s() - start_s, getattr(value, "timings_s", {}))
-        )
+        return self._reply(number, value)
 
-    def _reply(self, number: int, value: Any, time: CommandTime | None = None) -> Reply:
+    def _reply(self, number: int, value: Any) -> Reply:
         failed = isinstance(value, Failure | StateLost)
         if state_in(value) is None:
             value = cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
-        return Reply(self.resident.sender, number, value, failed, time)
+        return Reply(self.resident.sender, number, value, failed)
 
     def _fail(self, error: Exception, number: int) -> Failure:
         """Return an exception as a reply; raise it if a peer died.

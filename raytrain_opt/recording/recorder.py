@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import time
 from typing import TYPE_CHECKING, TypeVar
-
-from pydantic import ValidationError
 
 from raytrain_opt.clock import monotonic_s, utc_now
 from raytrain_opt.errors import RaytrainOptError, StorageError, printable
@@ -29,7 +27,6 @@ from raytrain_opt.recording.records import (
     ResultRecord,
     RoundRecord,
     ScheduleRecord,
-    Span,
 )
 from raytrain_opt.storage import append_lines, storage_errors, write_bytes, write_text
 
@@ -82,13 +79,9 @@ class Recorder:
             scalars["epoch/staleness"] = record.staleness.mean
         self._tensorboard.scalars(step, scalars)
 
-    def timeline(self, spans: Sequence[Span]) -> None:
-        """Write lines of timeline.jsonl."""
-        self._append(self.paths.timeline, spans)
-
-    def event(self, event: Event) -> None:
-        """Write a line of events.jsonl. A resumed run keeps all of them: they are its history."""
-        self._append(self.paths.events, [event])
+    def add_events(self, events: Sequence[Event]) -> None:
+        """Write lines of events.jsonl. A resumed run keeps all of them: they are its history."""
+        self._append(self.paths.events, events)
 
     def schedule(self, record: ScheduleRecord) -> None:
         """Write a line of schedule.jsonl."""
@@ -114,25 +107,21 @@ class Recorder:
         write_record(self.paths.result, record)
 
     def end_s(self, partial_s: float) -> float:
-        """Return the end of `partial_s` after the last span, or the last event if it is later."""
-        spans = _undamaged(self.paths.timeline, Span)
-        spans_end_s = max((span.start_s + span.duration_s for _, span in spans), default=0.0)
-        events = _undamaged(self.paths.events, Event)
-        return max(spans_end_s + partial_s, *(event.time_s for _, event in events), 0.0)
+        """Return the end of `partial_s` after the last epoch, or the last event if it is later."""
+        ends_s = [epoch.end_s for epoch in self.epochs()[-1:]]
+        times_s = [event.time_s for event in _read(self.paths.events, Event)]
+        return max(sum(ends_s) + partial_s, *times_s, 0.0)
 
-    def truncate_after(self, rounds: int, epochs: int) -> int:
-        """Keep this number of rounds and epochs, and the spans of these epochs.
+    def truncate_after(self, rounds: int, epochs: int) -> None:
+        """Keep this number of rounds and epochs, and all events.
 
-        A resumed run repeats, and writes again, what followed its last checkpoint. Damaged lines
-        of the timeline and of the events, from which nothing is computed, are removed; returns
-        their number. Raises what `check_records` raises, before it writes.
+        A resumed run repeats, and writes again, what followed its last checkpoint. Raises what
+        `check_records` raises, before it writes.
         """
-        kept, damaged = check_records(self.paths, rounds, epochs)
-        for path, lines in kept.items():
+        for path, lines in check_records(self.paths, rounds, epochs).items():
             if path.exists():
                 write_bytes(path, b"".join(line + b"\n" for line in lines))
             self._sizes[path] = _size(path)
-        return damaged
 
     def _append(self, path: Path, records: Sequence[Record]) -> None:
         self._check_size(path)
@@ -154,16 +143,16 @@ class Recorder:
         self._tensorboard.close()
 
 
-def check_records(
-    paths: RunPaths, rounds: int, epochs: int
-) -> tuple[dict[Path, Sequence[bytes]], int]:
+def check_records(paths: RunPaths, rounds: int, epochs: int) -> dict[Path, Sequence[bytes]]:
     """Return the lines that a run keeps of each record when it is resumed; writes nothing.
 
-    Of the timeline and the events, also returns the number of damaged lines. Raises RecordError
-    when a round or an epoch is damaged or missing, StorageError when a record cannot be read.
+    Raises RecordError when a line is damaged or missing, StorageError when a record cannot be
+    read.
     """
     run_dir = str(paths.local)
-    kept: dict[Path, Sequence[bytes]] = {}
+    events = read_raw_lines(run_dir, paths.events.name)
+    parse_lines(events, str(paths.events), Event)
+    kept: dict[Path, Sequence[bytes]] = {paths.events: events}
     for path, kind, count in (
         (paths.rounds, RoundRecord, rounds),
         (paths.epochs, EpochRecord, epochs),
@@ -172,12 +161,7 @@ def check_records(
         lines = read_raw_lines(run_dir, path.name)[:count]
         parse_lines(lines, str(path), kind, count)
         kept[path] = lines
-    spans = _undamaged(paths.timeline, Span)
-    events = _undamaged(paths.events, Event)
-    total = sum(len(read_raw_lines(run_dir, p.name)) for p in (paths.timeline, paths.events))
-    kept[paths.timeline] = [line for line, span in spans if span.epoch <= epochs]
-    kept[paths.events] = [line for line, _ in events]
-    return kept, total - len(spans) - len(events)
+    return kept
 
 
 def _size(path: Path) -> int:
@@ -186,14 +170,6 @@ def _size(path: Path) -> int:
 
 def _read(path: Path, kind: type[R]) -> list[R]:
     return read_lines(str(path.parent), path.name, kind)
-
-
-def _undamaged(path: Path, kind: type[R]) -> list[tuple[bytes, R]]:
-    records = []
-    for line in read_raw_lines(str(path.parent), path.name):
-        with suppress(ValidationError):
-            records.append((line, kind.model_validate_json(line)))
-    return records
 
 
 def versions() -> dict[str, str]:
@@ -251,7 +227,7 @@ class TensorBoardWriter:
 
 
 class EventLog:
-    """Timeline and events of one execution, in seconds of the run without its interruptions.
+    """The clock and the events of one execution, in seconds of the run without its interruptions.
 
     `note` shows a line to the user.
     """
@@ -259,7 +235,6 @@ class EventLog:
     def __init__(self, recorder: Recorder, note: Callable[[str], None], began_s: float) -> None:
         self._recorder, self._note = recorder, note
         self._run_start_s = began_s
-        self._spans: list[Span] = []
 
     def resume_clock(self, epoch: int, text: str, partial_s: float) -> None:
         """Continue the clock of an interrupted run where its records end, and log the resume.
@@ -276,32 +251,17 @@ class EventLog:
     def log(self, kind: str, epoch: int, text: str) -> None:
         """Show an event to the user and record it."""
         self._note(text)
-        self._record(epoch, Event(kind=kind, text=printable(text), time_s=monotonic_s()))
+        self.write(epoch, [Event(kind=kind, text=printable(text), time_s=monotonic_s())])
 
-    @contextmanager
-    def span(self, command: str) -> Iterator[None]:
-        """Measure what the driver itself does in this block, perhaps in a thread."""
-        start_s = monotonic_s()
-        yield
-        duration_s = monotonic_s() - start_s
-        span = Span(process="driver", command=command, start_s=start_s, duration_s=duration_s)
-        self._spans.append(span)
-
-    def write(self, epoch: int, logs: Iterable[tuple[list[Span], list[Event]]]) -> None:
-        """Record the spans and events of the pools, and what `span` measured, until now."""
-        spans, self._spans = self._spans, []
-        for new_spans, events in logs:
-            spans += new_spans
-            for event in events:
-                self._record(epoch, event)
-        spans.sort(key=lambda span: span.start_s)
-        start_s = self._run_start_s
-        self._recorder.timeline(
-            [
-                span.model_copy(update={"epoch": epoch, "start_s": span.start_s - start_s})
-                for span in spans
-            ]
-        )
+    def write(self, epoch: int, events: Sequence[Event]) -> None:
+        """Record events whose times are on this process's clock."""
+        records = []
+        for event in events:
+            time_s = event.time_s - self._run_start_s
+            update = {"epoch": epoch, "time_s": time_s, "utc": utc_now()}
+            records.append(event.model_copy(update=update))
+        if records:
+            self._recorder.add_events(records)
 
     def close_with(self, epoch: int, error: BaseException) -> None:
         """Record why the run ends early. `error` gets a note when that fails."""
@@ -311,12 +271,7 @@ class EventLog:
             printable(str(error)) if isinstance(error, RaytrainOptError) else type(error).__name__
         )
         try:
-            self._record(epoch, Event(kind=kind, text=text, time_s=monotonic_s()))
+            self.write(epoch, [Event(kind=kind, text=text, time_s=monotonic_s())])
             self._recorder.paths.publish()
         except StorageError as storage_error:
             error.add_note(f"this could not be recorded: {storage_error}")
-
-    def _record(self, epoch: int, event: Event) -> None:
-        time_s = event.time_s - self._run_start_s
-        update = {"epoch": epoch, "time_s": time_s, "utc": utc_now()}
-        self._recorder.event(event.model_copy(update=update))

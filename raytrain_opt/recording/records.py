@@ -87,9 +87,6 @@ class RoundRecord(Record):
     pretrain_steps: int = Field(description="Optimizer updates of each candidate.")
     kept_steps: int = Field(description="Updates of the winner that the training keeps.")
     search_on: Literal["slots", "workers"] = Field(description="Who trained the candidates.")
-    search_reason: str = Field(
-        description="Why, with `learning_rate.search_on: auto`; empty where the job says it."
-    )
     candidates: tuple[CandidateRecord, ...] = Field(description="All candidates, losers included.")
     metric: Metric = Field(
         Metric(), description="The metric of the task that decides, and whether more is better."
@@ -128,11 +125,11 @@ class RoundRecord(Record):
         decision: Decision,
         winner_sha256: str | None,
         optimizers: Sequence[str],
-        search: tuple[Literal["slots", "workers"], str],
+        search_on: Literal["slots", "workers"],
     ) -> RoundRecord:
         """Return the record of a round, without the fields that only the workers know.
 
-        `optimizers`: names of those of the job. `search`: who trained the candidates, and why.
+        `optimizers`: names of the job's. `search_on`: who trained the candidates.
         """
         return cls(
             epoch=action.epoch,
@@ -140,8 +137,7 @@ class RoundRecord(Record):
             base_lr=action.base_lr,
             pretrain_steps=action.pretrain_steps,
             kept_steps=action.kept_steps,
-            search_on=search[0],
-            search_reason=search[1],
+            search_on=search_on,
             candidates=tuple(
                 CandidateRecord.from_result(result, score, optimizers[result.candidate.optimizer])
                 for result, score in zip(results, decision.scores, strict=True)
@@ -222,6 +218,7 @@ class EpochRecord(EpochResult, Record):
     samples_per_s: float = Field(description="Speed of the main training.")
     skipped: int = Field(description="Training samples left out because they could not be read.")
     duration_s: float = Field(description="Wall time, with rounds and evaluation.")
+    end_s: float = Field(description="End, in seconds of the run without its interruptions.")
     timings_s: Timings = Field(description="Seconds by part, as the driver measured them.")
     noise_scale: NoiseScale | None = Field(
         None, description="Noise scale of the gradients; null when not measured."
@@ -362,28 +359,6 @@ class ResultRecord(Record):
     restarts: dict[str, int] = Field(description="Restarts by pool, of the last execution.")
     versions: dict[str, str] = Field(description="Versions of Python and of packages.")
     hardware: Hardware = Field(description="The machines.")
-
-
-class Span(Record):
-    """One line of timeline.jsonl: a command that a worker or slot executed, or a checkpoint.
-
-    Of a pool with more than 16 processes: the first 16 and, of each command, who took longest of
-    the others.
-    """
-
-    process: str = Field(description="`worker 0`, `slot 1`, ..., or `driver`.")
-    command: str = Field(description="What it did: `pretrain`, `main_train`, `evaluate`, ...")
-    start_s: float = Field(description="Start, in seconds of the run.")
-    duration_s: float = Field(description="Duration.")
-    timings_s: Timings = Field(
-        default_factory=dict, description="Seconds by part, as the process measured them."
-    )
-    epoch: int = Field(0, description="Epoch, from 1.")
-
-    @property
-    def pool(self) -> str:
-        """`worker` of `worker 0`."""
-        return self.process.split()[0]
 
 
 class Event(Record):

@@ -266,11 +266,7 @@ def comparison_plots(runs: Sequence[RunRecords]) -> list[Plot]:
     if any(run.metric != runs[0].metric for run in runs):
         return []
     points = [
-        [
-            (end_s, epoch.test_metric)
-            for end_s, epoch in zip(run.ends_s, run.epochs, strict=True)
-            if epoch.test_metric is not None
-        ]
+        [(epoch.end_s, epoch.test_metric) for epoch in run.epochs if epoch.test_metric is not None]
         for run in runs
     ]
     metric = runs[0].metric

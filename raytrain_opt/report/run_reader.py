@@ -25,7 +25,6 @@ from raytrain_opt.recording.records import (
     ResultRecord,
     RoundRecord,
     ScheduleRecord,
-    Span,
 )
 from raytrain_opt.remote import INDEX
 from raytrain_opt.results import Metric
@@ -54,7 +53,6 @@ class RunRecords:
     epochs: Sequence[EpochRecord] = ()
     rounds: Sequence[RoundRecord] = ()
     probes: Sequence[BatchSizeProbeRecord] = ()
-    spans: Sequence[Span] = ()
     events: Sequence[Event] = ()
     batch_size: BatchSizeRecord | None = None
     schedule: Sequence[ScheduleRecord] = ()
@@ -112,14 +110,6 @@ class RunRecords:
         return before[-1] + last * (epoch - len(before))
 
     @cached_property
-    def ends_s(self) -> list[float]:
-        """End of each epoch, in seconds of the run: the end of its last span."""
-        ends_s = {span.epoch: span.start_s + span.duration_s for span in self.spans}
-        # Without spans of an epoch (a record was cut), only the duration is known.
-        sums_s = accumulate(epoch.duration_s for epoch in self.epochs)
-        return [ends_s.get(e.epoch, sum_s) for e, sum_s in zip(self.epochs, sums_s, strict=True)]
-
-    @cached_property
     def rounds_by_epoch(self) -> Mapping[int, Sequence[RoundRecord]]:
         """Rounds of each epoch that had any."""
         rounds: dict[int, list[RoundRecord]] = {}
@@ -150,7 +140,6 @@ def read_run(run_dir: str, shown: str | None = None) -> RunRecords:
         epochs=read_lines(run_dir, "epochs.jsonl", EpochRecord, epochs),
         rounds=read_lines(run_dir, "rounds.jsonl", RoundRecord, rounds),
         probes=read_lines(run_dir, "batch_size.jsonl", BatchSizeProbeRecord),
-        spans=read_lines(run_dir, "timeline.jsonl", Span),
         events=read_lines(run_dir, "events.jsonl", Event),
         batch_size=read_record(run_dir, "batch_size.json", BatchSizeRecord),
         schedule=read_lines(run_dir, "schedule.jsonl", ScheduleRecord, epochs),

@@ -68,7 +68,7 @@ def summarize(run: RunRecords) -> RunSummary:
     evaluated = [epoch.test_metric for epoch in run.epochs if epoch.metric is not None]
     best = best_epoch(run.epochs)
     speeds = [epoch.samples_per_s for epoch in run.epochs if epoch.samples_per_s]
-    wall_s = run.result.wall_s if run.result else (run.ends_s[-1] if run.epochs else None)
+    wall_s = run.result.wall_s if run.result else (run.epochs[-1].end_s if run.epochs else None)
     min_lr, max_lr = _lr_range(run)
     search = _search_cost(run, wall_s)
     return RunSummary(
@@ -144,11 +144,10 @@ def _search_cost_sentence(run: RunRecords, search: SearchCost) -> Iterator[str]:
     if search.samples is not None:
         fraction = f"{percent(search.samples_fraction, 0)} of the training's samples"
         samples = f"{count(search.samples)} samples ({fraction}) and "
-    reason = f" ({first.search_reason})" if first.search_reason else ""
     yield (
         f"The learning-rate search cost {samples}{duration(search.duration_s)} "
         f"({percent(search.time_fraction)} of the run's time): {times(search.rounds, 'round')}, "
-        f"{times(search.candidates, 'candidate')}, trained on {first.search_on}{reason}."
+        f"{times(search.candidates, 'candidate')}, trained on {first.search_on}."
     )
 
 

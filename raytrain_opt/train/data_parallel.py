@@ -172,7 +172,6 @@ class DataParallel(Parallel):
         self._last, self._accumulated = number == self.indices[-1], set()
         with (
             self.forward_pass(number),
-            self._noise.micro_batch(),
             nullcontext() if self._last else self.forward.no_sync(),
         ):
             yield
@@ -199,10 +198,15 @@ class DataParallel(Parallel):
         missing = [p for p in trained if p not in self._accumulated]
         torch.autograd.backward(missing, [torch.zeros_like(p) for p in missing])
 
+    def _take_gradients(self, number: int) -> None:
+        gradients = {p: p.grad for p in self._model.parameters() if p.grad is not None}
+        self._noise.add(number, gradients)
+        super()._take_gradients(number)
+
     def end_backward(self) -> None:
         self._sender.raise_failure()
         self._gradients = TreeSum(self.indices, self._count)
-        self._noise.end_update(self.indices)
+        self._noise.end_update()
         self.end_forward()
 
     def end_forward(self) -> None:
@@ -251,6 +255,9 @@ class DataParallel(Parallel):
         if bucket.is_last():
             self._balance.on_gradients()
         result = bucket.buffer()
+        if self._noise.is_due:
+            gradients = zip(bucket.parameters(), _views(bucket, result), strict=True)
+            self._noise.add(self.indices[-1], dict(gradients))
         total = result if self._dtype is None else result.to(self._dtype)
         *nodes, total = self._complete_nodes(bucket, total)
 

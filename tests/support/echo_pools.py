@@ -87,7 +87,7 @@ def echo_pools(
 ) -> Iterator[EchoPools]:
     """Start pools of these sizes and end them as a run does. `faults`: `tests.support.faults`."""
     mailbox = start_mailbox([ray.put(None)])
-    launcher = start_launcher(local=False, start_s=120, import_all=False)
+    launcher = start_launcher(local=False, start_s=120)
     small = {"CPU": 0.2}  # so that several pools fit on the Ray of the tests
     config = ResidentConfig(
         learner=LearnerConfig.from_job(small_job(storage)),

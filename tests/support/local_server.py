@@ -18,7 +18,6 @@ from raytrain_opt.async_training.weight_shard import (
     from_wire,
     to_wire,
 )
-from raytrain_opt.clock import monotonic_s
 from raytrain_opt.data.base import DataInfo
 from raytrain_opt.models import build_model
 from raytrain_opt.train.state import TrainingState
@@ -66,7 +65,7 @@ class LocalClient:
 
     def claim(self) -> int | None:
         with self.server.changed:
-            return self.server.scheduler.claim(self.worker, monotonic_s())
+            return self.server.scheduler.claim(self.worker)
 
     def begin(self, number: int, version: int) -> bool:
         scheduler = self.server.scheduler
@@ -74,7 +73,7 @@ class LocalClient:
             assert self.server.changed.wait_for(lambda: scheduler.may_begin(), timeout=60)
             if not scheduler.may_begin(version):
                 return False
-            scheduler.begin(self.worker, number, version, monotonic_s())
+            scheduler.begin(number, version)
             return True
 
     def pull(self) -> Weights:
@@ -94,7 +93,7 @@ class LocalClient:
 
     def done(self, result: MicroBatchDone) -> None:
         with self.server.changed:
-            self.server.scheduler.done(self.worker, result, monotonic_s())
+            self.server.scheduler.done(self.worker, result)
             self.server.changed.notify_all()
 
     def wait_for_work(self) -> bool:

@@ -71,13 +71,7 @@ class Machine:
         rate = self.curve.samples_per_s(size)
         noisy = rate * (1 + self.noise * self._random.standard_normal())
         used = self.utilization_pct(size)
-        return Probe(
-            size,
-            "ok",
-            float(noisy),
-            rate * self.noise,
-            utilization_pct=used,
-        )
+        return Probe(size, "ok", float(noisy), rate * self.noise, utilization_pct=used)
 
     def goodput(self, size: int) -> float:
         """Return the true samples/s times the progress per sample."""

@@ -101,6 +101,7 @@ def epoch_line(epoch: int, **changes: Any) -> dict[str, Any]:
         "samples_per_s": 960.0,
         "skipped": 0,
         "duration_s": EPOCH_S + (START_UP_S if epoch == 1 else 0.0),
+        "end_s": START_UP_S + EPOCH_S * epoch,
         "timings_s": parts,
         "noise_scale": None,
         **changes,
@@ -134,7 +135,6 @@ def round_line(epoch: int, winner: int | None = 1, **changes: Any) -> dict[str, 
         "pretrain_steps": 5,
         "kept_steps": 5,
         "search_on": "slots",
-        "search_reason": "",
         "candidates": candidates,
         "metric": {"name": "accuracy", "higher_is_better": True},
         "validation_samples": VALIDATION_SAMPLES,
@@ -146,28 +146,6 @@ def round_line(epoch: int, winner: int | None = 1, **changes: Any) -> dict[str, 
         "timings_s": {"pretrain_s": 0.2},
         **changes,
     }
-
-
-def span_lines(epoch: int) -> list[dict[str, Any]]:
-    """Return an epoch: two slots pre-train, two workers train and evaluate, one checkpoint."""
-    start_s = START_UP_S + EPOCH_S * (epoch - 1)
-    slot = {"command": "pretrain", "start_s": start_s, "duration_s": 0.2}
-    slot["timings_s"] = {"load_s": 0.02, "compute_s": 0.12, "score_s": 0.05}
-    worker = {"command": "main_train", "start_s": start_s + 0.3, "duration_s": 1.2}
-    worker["timings_s"] = {
-        "load_s": 0.05,
-        "data_wait_s": 0.02,
-        "compute_s": 0.98,
-        "average_s": 0.02,
-    }
-    test = {"command": "evaluate", "start_s": start_s + 1.6, "duration_s": 0.1, "timings_s": {}}
-    checkpoint = {"command": "checkpoint", "start_s": start_s + 1.7, "duration_s": 0.2}
-    return [
-        *({"epoch": epoch, "process": f"slot {i}", **slot} for i in range(2)),
-        *({"epoch": epoch, "process": f"worker {i}", **worker} for i in range(2)),
-        *({"epoch": epoch, "process": f"worker {i}", **test} for i in range(2)),
-        {"epoch": epoch, "process": "driver", "timings_s": {}, **checkpoint},
-    ]
 
 
 def probe_line(probe: int, batch_size: int, **changes: Any) -> dict[str, Any]:
@@ -299,8 +277,6 @@ def write_run(
     write_lines(folder / "epochs.jsonl", (epoch_line(n, epochs=all_epochs) for n in numbers))
     if rounds:
         write_lines(folder / "rounds.jsonl", map(round_line, numbers))
-    spans = (span for epoch in numbers for span in span_lines(epoch))
-    write_lines(folder / "timeline.jsonl", spans)
     lrs = ([0.1 + 0.01 * (epoch % 3)] * STEPS for epoch in numbers)
     write_schedule(folder / "schedule.jsonl", *lrs)
     if finished:

@@ -30,6 +30,7 @@ def record(**values: Any) -> EpochRecord:
         "samples_per_s": 12345.6,
         "skipped": 0,
         "duration_s": 2.04,
+        "end_s": 9.0,
         "timings_s": {},
     }
     return EpochRecord(**{**values_of_epoch, **values})

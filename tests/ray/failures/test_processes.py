@@ -55,13 +55,13 @@ def pools(local_ray: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 def restarted(pool: RayPool, command: Command, count: int) -> tuple[list[str], dict[int, Any]]:
     """Execute a command during which `count` residents are restarted; return who, and replies."""
-    pool.drain_log()
+    pool.new_events()
     before, replies = pool.restarts(), pool.command(command)
     deadline_s = monotonic_s() + 120
     while pool.restarts() < before + count:  # one that had replied may join again later
         assert monotonic_s() < deadline_s
         time.sleep(0.05)
-    _, events = pool.drain_log()
+    events = pool.new_events()
     assert {event.kind for event in events} == {"restarted"}
     assert all((event.silent_s or 0) > 0 for event in events)
     return sorted(str(event.process) for event in events), replies

@@ -48,14 +48,9 @@ with injected([{fault}]):
     assert (summary["restarts"], summary["hardware"]["slots"]) == ({"worker": 2}, 0)
     assert summary["final"]["test_metrics"]["accuracy"] > 0.9
     rounds = read_lines(str(result.parent), "rounds")
-    assert {(line["search_on"], line["search_reason"]) for line in rounds} == {
-        ("workers", "slots would take 1.33 times as long")
-    }
+    assert {line["search_on"] for line in rounds} == {"workers"}
     assert {c["optimizer"] for line in rounds for c in line["candidates"]} > {"Muon", "SGD"}
     assert {c["slot"] for line in rounds for c in line["candidates"]} == {-1}
-    spans = read_lines(str(result.parent), "timeline")
-    pretraining = [span["process"] for span in spans if span["command"] == "pretrain"]
-    assert sorted(pretraining) == ["worker 0"] * len(rounds) + ["worker 1"] * len(rounds)
 
 
 @pytest.mark.timeout(600)

@@ -1,24 +1,23 @@
-"""The coordinator and the shards as their actors run them: who waits, and who is given up."""
+"""The coordinator and the shards as their actors run them: who waits, and what is lost."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import ray
 import torch
 
 from raytrain_opt.async_training import actors
-from raytrain_opt.async_training.actors import Recovery, SspCoordinator, WeightShardActor
+from raytrain_opt.async_training.actors import ServerHandles, SspCoordinator, WeightShardActor
 from raytrain_opt.async_training.scheduler import EpochPhase, MicroBatchDone
-from raytrain_opt.async_training.weight_shard import from_wire
+from raytrain_opt.async_training.weight_shard import to_wire
+from raytrain_opt.async_training.worker import PhaseLostError, RemoteServer
 from raytrain_opt.data.base import DataInfo
 from raytrain_opt.results import Steps
 from raytrain_opt.train.learner import Learner
@@ -28,13 +27,10 @@ from tests.support.small_jobs import small_job
 PHASE = EpochPhase("1.4", 1, Steps(0, (0.1,) * 4), micro_batches=2, bound=1)
 
 
-OLD, NEW = b"old", b"new"
-
-
 def run(test: Callable[[SspCoordinator], Awaitable[None]], phase: EpochPhase = PHASE) -> None:
     async def run_test() -> None:
         coordinator = SspCoordinator()
-        await coordinator.begin(phase, [], [])
+        await coordinator.begin(phase)
         await asyncio.wait_for(test(coordinator), 10)
 
     asyncio.run(run_test())
@@ -83,46 +79,7 @@ def test_the_micro_batch_of_a_worker_that_left_is_computed_by_another() -> None:
         await asyncio.sleep(0.05)
         assert not other.done()
         await coordinator.leave(0)
-        assert sorted(n % 8 for n in await other) == list(range(8))
-
-    run(test)
-
-
-def test_a_micro_batch_that_shards_are_dropping_does_not_count_as_done() -> None:
-    """The worker, which was only slow, reports it while its loss is told to the shards."""
-
-    async def test(coordinator: SspCoordinator) -> None:
-        async def drop(phase: str, numbers: set[int]) -> None:
-            assert (phase, numbers) == (PHASE.id, {0})
-            await coordinator.done(PHASE.id, 0, done(0))
-
-        await coordinator.begin(PHASE, [SimpleNamespace(drop=SimpleNamespace(remote=drop))], [])
-        number = await coordinator.claim(PHASE.id, 0, 1)
-        await coordinator.begin_micro_batch(PHASE.id, 0, 0, 0)
-        await coordinator.leave(0)
-        _, totals, _ = await coordinator.result()
-        assert (number, totals.samples) == (0, 0)
-
-    run(test)
-
-
-def test_a_silent_worker_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = [0.0]
-    monkeypatch.setattr(actors, "monotonic_s", lambda: now_s[0])
-    monkeypatch.setattr(actors, "_WATCH_INTERVAL_S", 0.01)
-
-    async def test(coordinator: SspCoordinator) -> None:
-        number = await coordinator.claim(PHASE.id, 0, 1)
-        assert number is not None
-        await coordinator.begin_micro_batch(PHASE.id, 0, number, 0)
-        other = asyncio.create_task(train_worker(coordinator, 1))
-        await asyncio.sleep(0.05)
-        assert not other.done()
-        now_s[0] = 1000.0
-        assert sorted(n % 8 for n in await other) == list(range(8))
-        await coordinator.done(PHASE.id, 0, done(number))  # it was alive after all
-        _, totals, _ = await coordinator.result()
-        assert totals.samples == 64
+        assert sorted(await other) == list(range(8))
 
     run(test)
 
@@ -137,13 +94,9 @@ def test_a_call_that_ray_repeats_after_a_cut_connection_has_its_effect_once() ->
             await coordinator.done(PHASE.id, 0, done(1))
         _, totals, _ = await coordinator.result()
         assert totals.samples == 8
-        await coordinator.keep(PHASE.id, 0, 2, NEW)
-        await coordinator.keep(PHASE.id, 0, 1, OLD)
-        recovery = await coordinator.recover(0)
-        assert recovery == Recovery(PHASE, {1}, set(), NEW, [])
         await coordinator.leave(0)  # restarted: it numbers its requests anew
         claimed = [await coordinator.claim(PHASE.id, 0, request) for request in range(1, 9)]
-        assert claimed == [2, 3, 4, 5, 6, 7, 8, None]  # 8: the first micro-batch again
+        assert claimed == [0, 2, 3, 4, 5, 6, 7, None]
 
     run(test)
 
@@ -185,170 +138,81 @@ def test_messages_about_another_phase_change_nothing() -> None:
     run(test)
 
 
-def test_a_restarted_shard_gets_its_latest_snapshot_of_the_phase() -> None:
+@pytest.mark.parametrize("waits_for", ["work", "the bound"])
+def test_an_aborted_phase_lets_nobody_wait(waits_for: str) -> None:
+    """Its shards lost their weights; then it begins again."""
+
     async def test(coordinator: SspCoordinator) -> None:
-        await coordinator.keep("0.9", 1, 2, OLD)
-        assert await coordinator.recover(1) == Recovery(PHASE, set(), set(), None, [])
-        await coordinator.keep(PHASE.id, 1, 2, NEW)
-        assert await coordinator.recover(1) == Recovery(PHASE, set(), set(), NEW, [])
-        assert await coordinator.recover(0) == Recovery(PHASE, set(), set(), None, [])
-        later = EpochPhase("2.4", 2, Steps(0, (0.1,) * 4), micro_batches=2, bound=0)
-        await coordinator.begin(later, [], [])
-        assert await coordinator.recover(1) == Recovery(later, set(), set(), None, [])
+        for number in range(8 if waits_for == "work" else 3):
+            await coordinator.claim(PHASE.id, 0, number + 1)
+        for number in range(2):  # the bound is 1
+            await coordinator.begin_micro_batch(PHASE.id, 0, number, 0)
+        waiting = asyncio.create_task(
+            coordinator.wait_for_work(PHASE.id, 1)
+            if waits_for == "work"
+            else coordinator.begin_micro_batch(PHASE.id, 0, 2, 0)
+        )
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        await coordinator.abort("0.9")
+        assert await coordinator.result() is not None
+        await coordinator.abort(PHASE.id)
+        assert await waiting == (waits_for == "the bound")
+        assert await coordinator.result() is None
+        assert await coordinator.claim(PHASE.id, 1, 1) is None
+        await coordinator.leave(0)
+        await coordinator.begin(PHASE)
+        assert await train_worker(coordinator, 1) == [*range(8)]
 
     run(test)
-
-
-def test_before_the_first_phase_there_is_nothing_to_recover() -> None:
-    async def test() -> None:
-        assert await SspCoordinator().recover(0) is None
-        await SspCoordinator().leave(3)
-
-    asyncio.run(test())
 
 
 INFO = DataInfo(10, (1, 8, 8), 64, 64, 0, 0)
 
 
-@dataclass
-class Cluster:
-    """A coordinator and its shards in this process; `ray.get` returns what calls returned."""
+class Remote:
+    """Calls an actor's methods at once; `ray.get` returns what they returned."""
 
-    config: LearnerConfig
-    coordinator: SspCoordinator = field(default_factory=SspCoordinator)
-    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
 
     def __getattr__(self, name: str) -> Any:
-        method = getattr(self.coordinator, name)
-        return SimpleNamespace(remote=lambda *args: self.loop.run_until_complete(method(*args)))
-
-    def shard(self) -> WeightShardActor:
-        return WeightShardActor(self.config, INFO, 0, 1, "coordinator")
-
-
-class Handle:
-    """A shard as the coordinator calls it."""
-
-    def __init__(self, shard: WeightShardActor) -> None:
-        self._shard = shard
-
-    def __getattr__(self, name: str) -> Any:
-        async def call(*args: Any) -> Any:
-            return getattr(self._shard, name)(*args)
+        def call(*args: Any) -> Any:
+            result = getattr(self.actor, name)(*args)
+            return asyncio.run(result) if asyncio.iscoroutine(result) else result
 
         return SimpleNamespace(remote=call)
 
 
-@pytest.fixture
-def make_cluster(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[Callable[[], Cluster]]:
-    opened = []
-
-    def make() -> Cluster:
-        job = small_job(tmp_path, parallel={"mode": "async"})
-        opened.append(Cluster(LearnerConfig.from_job(job)))
-        monkeypatch.setattr(ray, "get_actor", lambda _: opened[-1])
-        monkeypatch.setattr(ray, "get", lambda value: value)
-        return opened[-1]
-
-    yield make
-    for cluster in opened:
-        for task in (tasks := asyncio.all_tasks(cluster.loop)):
-            task.cancel()
-        cluster.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        cluster.loop.close()
-
-
-def begin(cluster: Cluster, phase: EpochPhase, shard: WeightShardActor) -> np.ndarray[Any, Any]:
-    """Begin a phase; return a gradient."""
-    state = Learner(cluster.config, None, torch.device("cpu")).state(copy=True)
-    cluster.begin.remote(phase, [Handle(shard)], [state])
-    shard.load(phase, [state])
-    _, weights = shard.pull()
-    return from_wire(weights, torch.float32).numpy().view(np.uint8)
-
-
-@pytest.mark.parametrize(("snapshot_every", "lost_updates"), [(2, 1), (100, 3)])
-def test_a_restarted_shard_continues_from_its_snapshot_at_the_current_version(
-    make_cluster: Callable[[], Cluster],
-    monkeypatch: pytest.MonkeyPatch,
-    snapshot_every: int,
-    lost_updates: int,
+def test_a_shard_that_died_aborts_the_phase_and_loads_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The shard dies after three of four updates; its weights have those up to the snapshot."""
-    monkeypatch.setattr(actors, "_SNAPSHOT_EVERY", snapshot_every)
-    cluster = make_cluster()
-    phase = EpochPhase("1.4", 1, Steps(0, (0.1,) * 4), micro_batches=1, bound=None)
-    first = cluster.shard()
-    gradient = begin(cluster, phase, first)
-    shard = first
-    for number in range(4):
-        cluster.claim.remote(phase.id, 0, number + 1)
-        cluster.begin_micro_batch.remote(phase.id, 0, number, number)
-        if number == 3:
-            shard = cluster.shard()  # the first is dead
-            assert shard.pull()[0] == 3
-        shard.apply(phase.id, number, number, gradient)
-        cluster.done.remote(phase.id, 0, done(number))
-    state, lost = shard.collect()
-    assert lost == lost_updates
-    kept = cluster.shard()
-    begin(cluster, phase, kept)
-    for number in [*range(3 - lost_updates), 3]:
-        kept.apply(phase.id, number, number, gradient)
-    assert kept.collect()[0].digest() == state.digest()
+    monkeypatch.setattr(ray, "get", lambda value: value)
+    config = LearnerConfig.from_job(small_job(tmp_path, parallel={"mode": "async"}))
+    state = [Learner(config, None, torch.device("cpu")).state(copy=True)]
 
+    def shards() -> list[Remote]:
+        return [Remote(WeightShardActor(config, INFO, i, 2)) for i in range(2)]
 
-@pytest.mark.parametrize("applied", ["before", "after"])
-def test_a_shard_that_dies_before_an_update_is_done_counts_it_as_lost_unless_it_applies_it(
-    make_cluster: Callable[[], Cluster], applied: str
-) -> None:
-    """The worker waits for another shard meanwhile; it must not wait for newer weights then."""
-    cluster = make_cluster()
-    phase = EpochPhase("1.4", 1, Steps(0, (0.1,) * 4), micro_batches=1, bound=0)
-    shard = cluster.shard()
-    gradient = begin(cluster, phase, shard)
-    [handle] = cluster.coordinator._shards
-    cluster.claim.remote(phase.id, 0, 1)
-    cluster.begin_micro_batch.remote(phase.id, 0, 0, 0)
-    if applied == "before":
-        shard.apply(phase.id, 0, 0, gradient)
-    handle._shard = shard = cluster.shard()
-    if applied == "after":
-        shard.apply(phase.id, 0, 0, gradient)
-    for _ in range(2):  # Ray may repeat a call
-        cluster.done.remote(phase.id, 0, done(0))
-    assert shard.collect()[1] == (applied == "before")
-    version, _ = shard.pull()
-    cluster.claim.remote(phase.id, 0, 2)
-    assert cluster.begin_micro_batch.remote(phase.id, 0, 1, version)
-
-
-def test_a_late_gradient_of_a_worker_that_was_taken_for_dead_changes_no_weight(
-    make_cluster: Callable[[], Cluster],
-) -> None:
-    """Whether before or after that of the worker in its place, or at a shard that restarted."""
-    cluster = make_cluster()
-    phase = EpochPhase("1.2", 1, Steps(0, (0.1,) * 2), micro_batches=1, bound=None)
-
-    def trained(late: str) -> str:
-        shard = cluster.shard()
-        gradient = begin(cluster, phase, shard)
-        first = cluster.claim.remote(phase.id, 0, 1)
-        cluster.begin_micro_batch.remote(phase.id, 0, first, 0)
-        cluster.leave.remote(0)
-        if late == "restarted":
-            shard = cluster.shard()
-        for request in (1, 2):
-            number = cluster.claim.remote(phase.id, 1, request)
-            cluster.begin_micro_batch.remote(phase.id, 1, number, 0)
-            if late in ("before", "restarted"):
-                shard.apply(phase.id, first, 0, np.zeros_like(gradient))
-            shard.apply(phase.id, number, 0, gradient)
-            if late == "after":
-                shard.apply(phase.id, first, 0, np.zeros_like(gradient))
-            cluster.done.remote(phase.id, 1, done(number))
-        return shard.collect()[0].digest()
-
-    assert trained("before") == trained("after") == trained("restarted") == trained("never")
+    handles = ServerHandles(Remote(SspCoordinator()), shards())
+    server = RemoteServer(handles, PHASE.id, 0, torch.float32)
+    begin, load = handles.coordinator.begin.remote, lambda shard: shard.actor.load(PHASE, state)
+    begin(PHASE)
+    for shard in handles.shards:
+        load(shard)
+    number, weights = server.claim(), server.pull()
+    assert number == weights.version == 0
+    gradients = [to_wire(part, torch.float32) for part in weights.parts]
+    handles.shards[1] = shards()[1]
+    with pytest.raises(PhaseLostError):
+        server.push(number, weights.version, gradients)
+    assert server.claim() is None
+    with pytest.raises(PhaseLostError):
+        server.pull()
+    begin(PHASE)
+    for shard in handles.shards:
+        assert shard is handles.shards[0] or shard.actor.collect(PHASE.id) is None
+        load(shard)
+    assert server.claim() == 0
+    assert server.push(0, 0, gradients) == 0
+    assert server.pull().version == 1

@@ -7,57 +7,39 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
 
 from raytrain_opt.async_training.main_training import add_parts
-from raytrain_opt.async_training.weight_shard import advance_buffers, pool_buffers
+from raytrain_opt.async_training.weight_shard import advance_buffers
 from raytrain_opt.data import load_shared_data
-from raytrain_opt.results import BufferUpdates, EvalTotals
-from raytrain_opt.train.batch_norm import collect_buffers
+from raytrain_opt.results import EvalTotals
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from tests.support.small_jobs import small_job
 
 
-def of_batches(batches: list[torch.Tensor], momentum: float | None) -> BufferUpdates:
-    """Return the updates of a BatchNorm layer after these batches."""
-    model = nn.Sequential(nn.BatchNorm1d(3, momentum=momentum))
-    for batch in batches:
-        model(batch)
-    return collect_buffers(model, len(batches))
-
-
-def test_a_worker_counts_by_its_fraction() -> None:
-    torch.manual_seed(0)
-    batches = [torch.randn(8, 3) + shift for shift in range(4)]
-    buffers = pool_buffers([of_batches(batches[:3], None), of_batches(batches[3:], None)])
-    every = torch.cat(batches).double()
-    np.testing.assert_allclose(buffers["0.running_mean"], every.mean(0), rtol=1e-5)
-
-
-def test_a_worker_without_batches_does_not_count() -> None:
-    idle = BufferUpdates(0, {"x": np.array([9.0])}, frozenset())
-    active = BufferUpdates(2, {"x": np.array([1.0])}, frozenset())
-    assert pool_buffers([idle, active])["x"].tolist() == [1.0]
-    assert pool_buffers([idle]) == {}
-
-
-def test_the_counts_of_a_state_advance_by_the_updates(tmp_path: Path) -> None:
+def test_a_worker_counts_by_its_fraction_and_counts_advance_by_the_updates(
+    tmp_path: Path,
+) -> None:
     job = small_job(tmp_path)
     learner = Learner(LearnerConfig.from_job(job), load_shared_data(job.data), torch.device("cpu"))
     start = learner.state(copy=True)
-    learner.begin_micro_batches(1, 2)
-    for batch in learner.micro_batches_at([(0, 0), (3, 1)]):
-        learner.add_gradient(batch, (0, 0))
-    buffers = advance_buffers(start, [learner.buffers(2)], updates=7)
-    learner_buffers = dict(learner.model.named_buffers())
-    assert buffers.keys() == learner_buffers.keys()
+    workers = []
+    for indices in ([(0, 0), (3, 1), (4, 0)], [(5, 1)], []):
+        learner.load(start)
+        learner.begin_micro_batches(1, 2)
+        for batch in learner.micro_batches_at(indices):
+            learner.add_gradient(batch, (0, 0))
+        workers.append(learner.buffers(len(indices)))
+    buffers = advance_buffers(start, workers, updates=7)
+    assert buffers.keys() == dict(learner.model.named_buffers()).keys()
     for name, tensor in buffers.items():
         if name.endswith("num_batches_tracked"):
             assert int(tensor.tensor()) == 7
-        elif name.endswith("running_mean"):
-            torch.testing.assert_close(tensor.tensor(), learner_buffers[name])
+        else:
+            mean = 0.75 * workers[0].values[name] + 0.25 * workers[1].values[name]
+            np.testing.assert_allclose(tensor.tensor().numpy(), mean, rtol=1e-6)
             assert tensor.dtype == "float32"
+    assert advance_buffers(start, workers[2:], 0).keys() < buffers.keys()  # counts only
 
 
 def test_the_parts_of_an_evaluation_are_one_result() -> None:

@@ -53,7 +53,7 @@ class Simulated:
             staleness = self.scheduler.version - self.versions[number]
             self.staleness.append(staleness)
             result = replace(done(number), staleness=staleness)
-            self.scheduler.done(worker, result, self.now_s)
+            self.scheduler.done(worker, result)
             for other in [worker, *self._blocked]:
                 self._blocked = [w for w in self._blocked if w != other]
                 self._ask(other, reads_early)
@@ -62,7 +62,7 @@ class Simulated:
     def _ask(self, worker: int, reads_early: bool) -> None:
         number = self._claimed.get(worker)
         if number is None:
-            number = self.scheduler.claim(worker, self.now_s)
+            number = self.scheduler.claim(worker)
         if number is None:
             return
         self._claimed[worker] = number
@@ -74,7 +74,7 @@ class Simulated:
             version = max(0, version - self.random.randrange(3))
         if not self.scheduler.may_begin(version):
             version = self.scheduler.version
-        self.scheduler.begin(worker, number, version, self.now_s)
+        self.scheduler.begin(number, version)
         self.versions[number] = version
         del self._claimed[worker]
         took_s = self.seconds[worker] * self.random.uniform(0.9, 1.1)
@@ -94,7 +94,7 @@ def test_no_gradient_is_staler_than_the_bound_and_none_is_lost(
     run = Simulated(scheduler, seconds, seed)
     run.run(reads_early)
     size = 25 * micro_batches
-    assert run.versions.keys() == scheduler.done_numbers == set(range(size))
+    assert run.versions.keys() == set(range(size))
     assert scheduler.totals.samples == 4 * size
     assert len(run.staleness) == size
     assert min(run.staleness) >= 0
@@ -123,75 +123,32 @@ def test_a_slow_worker_slows_the_others_only_where_the_bound_says_so() -> None:
 
 
 @pytest.mark.parametrize("successor", [0, 1])
-def test_claims_of_a_dead_worker_go_to_others_and_its_late_gradient_is_ignored(
-    successor: int,
-) -> None:
+def test_claims_of_a_dead_worker_go_to_others(successor: int) -> None:
     """Also if the successor is a new process of the same worker."""
     scheduler = SspScheduler(phase(1, 2, 4))
-    assert [scheduler.claim(0, 0.0), scheduler.claim(1, 0.0)] == [0, 1]
-    scheduler.begin(0, 0, 0, 0.0)
-    scheduler.begin(1, 1, 0, 0.0)
+    assert [scheduler.claim(0), scheduler.claim(1)] == [0, 1]
+    scheduler.begin(0, 0)
+    scheduler.begin(1, 0)
     scheduler.leave(0)
-    assert scheduler.dropped == {0}
-    assert scheduler.claim(successor, 1.0) == 2  # the first of two, once more
-    assert scheduler.phase.index_of(2) == scheduler.phase.index_of(0)
-    scheduler.begin(successor, 2, 0, 1.0)
-    scheduler.done(0, done(0), 2.0)
+    assert scheduler.claim(successor) == 0
+    scheduler.done(0, done(0))  # late, and its successor has not begun
     assert scheduler.totals.samples == 0
-    for worker, number in ((successor, 2), (1, 1), (1, 1)):
-        scheduler.done(worker, done(number), 2.0)
+    scheduler.begin(0, 0)
+    for worker, number in ((successor, 0), (1, 1), (1, 1)):
+        scheduler.done(worker, done(number))
     assert (scheduler.totals.samples, scheduler.finished) == (8, True)
 
 
 def test_who_waited_for_a_dead_worker_may_begin() -> None:
     scheduler = SspScheduler(phase(3, 1, 1))
     for worker in (0, 1):
-        scheduler.claim(worker, 0.0)
-        scheduler.begin(worker, worker, 0, 0.0)
-    scheduler.done(1, done(1), 1.0)
-    scheduler.claim(1, 1.0)
+        scheduler.claim(worker)
+        scheduler.begin(worker, 0)
+    scheduler.done(1, done(1))
+    scheduler.claim(1)
     assert not scheduler.may_begin()
     scheduler.leave(0)
     assert scheduler.may_begin()
-
-
-def test_silence_is_measured_by_a_workers_own_micro_batches() -> None:
-    scheduler = SspScheduler(phase(4, 2, None))
-    for worker, seconds in ((0, 2.0), (1, 30.0)):
-        number = scheduler.claim(worker, 0.0)
-        assert number is not None
-        scheduler.begin(worker, number, 0, 0.0)
-        scheduler.done(worker, done(number), seconds)
-        scheduler.claim(worker, seconds)
-    assert scheduler.silent(21.0) == []
-    assert scheduler.silent(23.0) == [0]
-    assert scheduler.silent(23.0, waiting=[0]) == []
-    assert scheduler.silent(331.0) == [0, 1]
-
-
-def test_a_worker_that_has_done_nothing_yet_may_take_its_time() -> None:
-    scheduler = SspScheduler(phase(4, 2, None))
-    scheduler.claim(0, 0.0)
-    assert scheduler.silent(100.0) == []
-    assert scheduler.silent(121.0) == [0]
-
-
-@pytest.mark.parametrize("given_up", [False, True])
-def test_a_gradient_that_is_sent_beside_the_next_micro_batch_tells_how_slow_a_worker_is(
-    given_up: bool,
-) -> None:
-    """Also if its micro-batch is another worker's by then: it must not be given up for ever."""
-    scheduler = SspScheduler(phase(4, 2, None))
-    scheduler.claim(0, 0.0)
-    scheduler.begin(0, 0, 0, 0.0)
-    if given_up:
-        assert scheduler.silent(121.0) == [0]
-        scheduler.leave(0)
-    scheduler.claim(0, 130.0)
-    scheduler.begin(0, 1, 0, 130.0)
-    scheduler.done(0, done(0), 131.0)
-    assert scheduler.silent(131.0 + 1309.0) == []
-    assert scheduler.silent(131.0 + 1311.0) == [0]
 
 
 def test_micro_batches_have_their_steps_in_the_epoch() -> None:

@@ -86,7 +86,6 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "storage_path": str(tmp_path_factory.mktemp("runs")),
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("raytrain_opt.report.page.report_page", lambda _: pytest.skip())
         patch.setattr("raytrain_opt.execution.result.try_write_report", lambda *_: "")
         return Path(run(Job.model_validate(values), in_process=True).run_dir)
 
@@ -140,7 +139,7 @@ def test_a_resume_that_is_refused_changes_no_byte(
     if not has_lock:
         (unfinished / ".lock").unlink()
     counted, hashed = ("epochs.jsonl", "schedule.jsonl"), (INDEX, "checkpoints/*/weights.*")
-    for name in (*counted, *hashed, "job.yaml", "timeline.jsonl", "events.jsonl", ".lock"):
+    for name in (*counted, *hashed, "job.yaml", "events.jsonl", ".lock"):
         run_dir = copied(unfinished, name, damage)
         before, refusal = tree(run_dir), ""
         try:

@@ -32,7 +32,6 @@ from raytrain_opt.recording.records import (
     ResultRecord,
     RoundRecord,
     ScheduleRecord,
-    Span,
 )
 from raytrain_opt.search.fixed_schedule import RecordedSchedule
 from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
@@ -163,7 +162,6 @@ def run_dir(folder: Path) -> Path:
     [
         ("epochs.jsonl", EpochRecord),
         ("rounds.jsonl", RoundRecord),
-        ("timeline.jsonl", Span),
         ("events.jsonl", Event),
         ("schedule.jsonl", ScheduleRecord),
         ("batch_size.jsonl", BatchSizeProbeRecord),

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from raytrain_opt import Job
 from raytrain_opt.cluster import resources
-from raytrain_opt.cluster.resources import (
-    PoolRequest,
-    expected_resources,
-    may_grow,
-    plan_when_there_is_room,
-)
+from raytrain_opt.cluster.resources import expected_resources, may_grow, plan_when_there_is_room
 from raytrain_opt.config.load import parse_job
-from raytrain_opt.config.processes import SlotsSection
 from raytrain_opt.errors import ResourcesError
 
 
@@ -28,9 +21,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def job(workers: str) -> Job:
+def job(workers: str, more: str = "") -> Job:
     text = "model: resnet8\ndata: digits\nepochs: 1\nglobal_batch_size: 64\n"
-    return parse_job(f"{text}workers: {workers}\n", "test")
+    return parse_job(f"{text}timeouts: {{start_s: 60}}\nworkers: {workers}\n{more}", "test")
 
 
 def test_a_cluster_that_nobody_described_does_not_grow(home: Path) -> None:
@@ -57,16 +50,15 @@ def test_kuberay_may_bring_pods(home: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_the_resources_of_the_workers_are_requested(workers: str, each: dict[str, float]) -> None:
-    assert expected_resources(PoolRequest.from_job(job(workers), candidates=0)) == [each, each]
+    assert expected_resources(job(workers), 0) == [each, each]
 
 
 def test_a_slot_is_requested_beside_the_workers_where_slots_train_the_candidates() -> None:
-    two = replace(
-        PoolRequest.from_job(job("{count: 2, use_gpu: true}"), candidates=4), search_on="slots"
-    )
-    own = replace(two, slots=SlotsSection(resources={"GPU": 1}))
-    assert expected_resources(two) == [{"GPU": 0.6}, {"GPU": 0.6}, {"GPU": 0.4}]
-    assert expected_resources(own) == [{"GPU": 0.6}, {"GPU": 0.6}, {"GPU": 1.0}]
+    policy = "learning_rate: {policy: stpt}\n"
+    two = job("{count: 2, use_gpu: true}", policy)
+    own = job("{count: 2, use_gpu: true}", f"{policy}slots: {{resources: {{GPU: 1}}}}\n")
+    assert expected_resources(two, 4) == [{"GPU": 0.6}, {"GPU": 0.6}, {"GPU": 0.4}]
+    assert expected_resources(own, 4) == [{"GPU": 0.6}, {"GPU": 0.6}, {"GPU": 1.0}]
 
 
 class Cluster:
@@ -87,19 +79,19 @@ class Cluster:
         self.now_s += seconds
 
 
-TWO = PoolRequest.from_job(job("{count: 2, resources: {CPU: 1.5}}"), candidates=0)
+TWO = job("{count: 2, resources: {CPU: 1.5}}")
 
 
 def test_what_has_just_been_released_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run before in this driver has ended, and Ray gives back what it held."""
     cluster, notes = Cluster(monkeypatch, 0, 0, 2, 4), list[str]()
-    assert plan_when_there_is_room(TWO, 60, notes.append).workers == 2
+    assert plan_when_there_is_room(TWO, 0, notes.append).workers == 2
     assert (notes, cluster.now_s) == ([], pytest.approx(0.6))
 
 
 def test_what_other_jobs_hold_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, notes = Cluster(monkeypatch, *[2] * 30, 4), list[str]()
-    assert plan_when_there_is_room(TWO, 60, notes.append).workers == 2
+    assert plan_when_there_is_room(TWO, 0, notes.append).workers == 2
     assert cluster.now_s > resources._RELEASE_S
     assert "waiting up to 60 s (timeouts.start_s) for room" in notes[0]
     assert "2 workers of 1.5 CPU each do not fit: room for 1" in notes[0]
@@ -113,8 +105,7 @@ def test_gpus_that_other_jobs_hold_are_waited_for(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         resources, "free_resources", lambda: free.pop(0) if len(free) > 1 else free[0]
     )
-    one = PoolRequest.from_job(job("{count: 1}"), candidates=0)
-    assert plan_when_there_is_room(one, 60, notes.append).use_gpu
+    assert plan_when_there_is_room(job("{count: 1}"), 0, notes.append).use_gpu
     assert cluster.now_s > resources._RELEASE_S
     assert "no node has a free one (1 node (4 CPU))" in notes[0]
 
@@ -122,23 +113,23 @@ def test_gpus_that_other_jobs_hold_are_waited_for(monkeypatch: pytest.MonkeyPatc
 def test_others_may_hold_it_too_long(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, notes = Cluster(monkeypatch, 2), list[str]()
     with pytest.raises(ResourcesError, match="room for 1 on .* no room within 60 s"):
-        plan_when_there_is_room(TWO, 60, notes.append)
+        plan_when_there_is_room(TWO, 0, notes.append)
     assert cluster.now_s >= 60
 
 
 def test_what_never_fits_is_refused_at_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, notes = Cluster(monkeypatch, 4), list[str]()
-    four = PoolRequest.from_job(job("{count: 4, resources: {CPU: 1.5}}"), candidates=0)
+    four = job("{count: 4, resources: {CPU: 1.5}}")
     with pytest.raises(ResourcesError, match="4 workers of 1.5 CPU each do not fit"):
-        plan_when_there_is_room(four, 60, notes.append)
+        plan_when_there_is_room(four, 0, notes.append)
     assert (notes, cluster.now_s) == ([], 0)
 
 
 def test_a_smaller_plan_uses_what_others_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    request = PoolRequest.from_job(job("{count: 1, resources: {CPU: 1}}"), candidates=6)
-    request = replace(request, search_on="slots", slots=SlotsSection(resources={"CPU": 1}))
+    slots = "learning_rate: {policy: stpt}\nslots: {resources: {CPU: 1}}\n"
     Cluster(monkeypatch, 3)
-    assert plan_when_there_is_room(request, 60, list[str]().append).slots == 2
+    request = job("{count: 1, resources: {CPU: 1}}", slots)
+    assert plan_when_there_is_room(request, 6, list[str]().append).slots == 2
 
 
 class GrowingCluster(Cluster):
@@ -181,9 +172,8 @@ def test_nodes_are_requested_and_the_request_does_not_hold_what_the_run_needs(
     home: Path, monkeypatch: pytest.MonkeyPatch, workers: int, held: float
 ) -> None:
     cluster, notes = GrowingCluster(home, monkeypatch, held), list[str]()
-    text = f"{{count: {workers}, resources: {{CPU: 1.5}}}}"
-    request = PoolRequest.from_job(job(text), candidates=0)
-    assert plan_when_there_is_room(request, 60, notes.append).workers == workers
+    request = job(f"{{count: {workers}, resources: {{CPU: 1.5}}}}")
+    assert plan_when_there_is_room(request, 0, notes.append).workers == workers
     assert (cluster.requests, cluster.requested_s) == ([], pytest.approx(20))
     assert len(notes) == 1
     assert "waiting up to 60 s (timeouts.start_s) for room: " in notes[0]

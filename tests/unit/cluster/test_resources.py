@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from raytrain_opt.cluster.resources import PoolPlan, PoolRequest, plan_pools
+from raytrain_opt.cluster.resources import PoolPlan, plan_pools
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, ResourcesError
 
@@ -39,7 +38,7 @@ def plan(
             "learning_rate": {"policy": "stpt_horizon", "search_on": search_on},
         }
     )
-    return plan_pools(PoolRequest.from_job(job, candidates=candidates), nodes)
+    return plan_pools(job, candidates, nodes)
 
 
 def test_quickstart_on_two_cores_runs_in_two_waves() -> None:
@@ -195,57 +194,24 @@ def test_a_group_that_may_be_smaller_starts_with_what_there_is() -> None:
 
 
 def test_many_asynchronous_workers_are_refused_with_the_reason() -> None:
-    job = {"model": "small_cnn", "data": "digits", "epochs": 1, "global_batch_size": 514}
-    request = PoolRequest.from_job(
-        Job.model_validate({**job, "workers": {"count": 257}, "parallel": {"mode": "async"}}), 0
-    )
+    job: dict[str, Any] = {"model": "small_cnn", "data": "digits", "epochs": 1}
+    job["global_batch_size"] = 514
+    job |= {"workers": {"count": 257}}
+    many = Job.model_validate({**job, "parallel": {"mode": "async"}})
     with pytest.raises(JobError, match=r"workers\.count: at most 256 with async, each of which"):
-        plan_pools(request, [{"CPU": 1000.0}])
-    assert plan_pools(replace(request, asynchronous=False), [{"CPU": 1000.0}]).workers == 257
+        plan_pools(many, 0, [{"CPU": 1000.0}])
+    assert plan_pools(Job.model_validate(job), 0, [{"CPU": 1000.0}]).workers == 257
 
 
-# Who trains candidates.
+# Without slots.
 
 EIGHT_GPUS = {"CPU": 64.0, "GPU": 8.0}
-
-
-def choice(*nodes: dict[str, float], workers: int, candidates: int = 3) -> tuple[int, str]:
-    """Return the number of slots, and why."""
-    pool_plan = plan(*nodes, workers=workers, candidates=candidates, search_on="auto")
-    return pool_plan.slots, pool_plan.search_reason
-
-
-@pytest.mark.parametrize(
-    ("nodes", "workers", "expected"),
-    [
-        # One worker has all cores of a node, and so have all slots together.
-        ([LAPTOP], 1, (0, "slots would not be faster")),
-        ([{"CPU": 1.0}] * 2, 2, (0, "slots would take 1.33 times as long")),
-        # Two slots on the first node, which the worker does not fill.
-        ([{"CPU": 1.0}, {"CPU": 4.0}], 1, (3, "workers would take 1.5 times as long")),
-        ([ONE_GPU], 1, (0, "slots would not be faster")),
-        # The first slot is on the worker's GPU, Ray packs the others on the next one.
-        ([TWO_GPUS], 1, (3, "workers would take 1.5 times as long")),
-        ([EIGHT_GPUS], 8, (0, "slots would take 2.67 times as long")),
-        ([EIGHT_GPUS] * 4, 32, (0, "slots would take 10.7 times as long")),
-    ],
-)
-def test_auto_takes_the_shorter_search(
-    nodes: list[dict[str, float]], workers: int, expected: tuple[int, str]
-) -> None:
-    assert choice(*nodes, workers=workers) == expected
-
-
-def test_auto_without_room_for_a_slot_searches_on_the_workers() -> None:
-    workers = {"count": 2, "resources": {"CPU": 1}}
-    pool_plan = plan(LAPTOP, workers=workers, search_on="auto")
-    assert (pool_plan.slots, pool_plan.search_reason) == (0, "there is no room for slots")
 
 
 @pytest.mark.parametrize("candidates", [0, 3])
 def test_without_slots_a_worker_takes_a_complete_gpu(candidates: int) -> None:
     pool_plan = plan(EIGHT_GPUS, workers=8, candidates=candidates, search_on="workers")
-    assert (pool_plan.slots, pool_plan.search_reason) == (0, "")
+    assert pool_plan.slots == 0
     assert pool_plan.worker_resources == {"CPU": 0.6, "GPU": 1.0}
     asked = {"count": 8, "resources": {"GPU": 0.6}}
     assert plan(EIGHT_GPUS, workers=asked, candidates=0).worker_resources == {"GPU": 0.6}
@@ -268,7 +234,7 @@ def test_without_slots_a_worker_takes_a_complete_gpu(candidates: int) -> None:
 def test_by_default_there_is_a_worker_for_each_gpu(
     nodes: list[dict[str, float]], workers: dict[str, Any], count: int
 ) -> None:
-    for search_on in ("workers", "slots", "auto"):
+    for search_on in ("workers", "slots"):
         if search_on != "slots" or "resources" not in workers:
             assert plan(*nodes, workers=workers, search_on=search_on).workers == count
 
@@ -278,9 +244,6 @@ def test_only_asynchronous_workers_may_share_a_gpu() -> None:
     with pytest.raises(ResourcesError, match="NCCL needs a GPU for each"):
         plan(TWO_GPUS, workers=workers, candidates=0)
     workers["resources"] = {"GPU": 0.6}
-    assert plan(TWO_GPUS, workers=workers, candidates=0).devices == 2
+    assert plan(TWO_GPUS, workers=workers, candidates=0).workers == 2
     workers["resources"] = {"GPU": 0.3}
-    assert (
-        plan(ONE_GPU, workers=workers, slots={"resources": {"GPU": 0.4}}, mode="async").devices
-        == 1
-    )
+    assert plan(ONE_GPU, workers=workers, mode="async").workers == 2

@@ -271,14 +271,10 @@ def test_a_schedule_free_optimizer_averages_by_itself(policy: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "search_on"),
     [
-        ({}, "auto"),
+        ({}, "workers"),
         ({"parallel": {"mode": "async"}}, "slots"),
         ({"learning_rate": {"policy": "stpt"}}, "slots"),
-        ({"learning_rate": {"policy": "stpt", "search_on": "auto"}}, "auto"),
-        (
-            {"learning_rate": {"policy": "stpt", "search_on": "auto", "candidate_batch": "local"}},
-            "slots",
-        ),
+        ({"learning_rate": {"policy": "stpt", "search_on": "workers"}}, "workers"),
     ],
 )
 def test_where_candidates_may_train(changes: dict[str, Any], search_on: str) -> None:

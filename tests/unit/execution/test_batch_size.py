@@ -12,7 +12,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from raytrain_opt import Job
-from raytrain_opt.cluster.resources import PoolRequest, plan_pools
+from raytrain_opt.cluster.resources import plan_pools
 from raytrain_opt.config.load import dump_job, parse_job
 from raytrain_opt.data.base import DataInfo
 from raytrain_opt.errors import JobError
@@ -99,7 +99,7 @@ def test_what_belongs_to_a_batch_size_excludes_a_search(changes: Any, message: s
         ({"target_pct": 99}, "batch_size_search.target_pct"),
         ({"objective": "speed"}, "batch_size_search.objective"),
         (
-            {"strategy": "epoch_time_minimize", "objective": "goodput"},
+            {"strategy": "epoch_time_minimize", "objective": "auto"},
             "batch_size_search.objective",
         ),
         ({"utilization": {"period_s": 0.01}}, "batch_size_search.utilization.period_s"),
@@ -216,7 +216,7 @@ def test_a_slot_that_probes_has_the_resources_and_threads_of_a_worker(tmp_path: 
 
     def config(node: dict[str, float], **workers: Any) -> ResidentConfig:
         spread = job(workers={"count": 4, **workers}, storage_path=str(tmp_path))
-        plan = plan_pools(PoolRequest.from_job(spread, 0), [node] * 2)
+        plan = plan_pools(spread, 0, [node] * 2)
         return prober_config(spread, plan, Placement.from_job(spread), paths, None)
 
     on_cpu = config({"CPU": 8.0}, resources={"CPU": 4})

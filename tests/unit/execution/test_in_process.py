@@ -64,7 +64,7 @@ def test_a_run_in_one_process_leaves_the_files_of_a_run_on_ray(
         2,
     )
     files = {path.name for path in Path(result.run_dir).iterdir()}
-    assert {"job.yaml", "rounds.jsonl", "epochs.jsonl", "timeline.jsonl"} < files
+    assert {"job.yaml", "rounds.jsonl", "epochs.jsonl"} < files
     assert {"result.json", "report.html", "schedule.jsonl", "checkpoints", "tensorboard"} < files
     assert (Path(result.run_dir) / "checkpoints" / "epoch-0002").is_dir()
     assert result.summary["hardware"]["workers"] == result.summary["hardware"]["slots"] == 1

@@ -1,4 +1,4 @@
-"""Spans and events are recorded in seconds of the run, also over several executions."""
+"""Events are recorded in seconds of the run, also over several executions."""
 
 from __future__ import annotations
 
@@ -14,18 +14,11 @@ from rich.console import Console
 from raytrain_opt.errors import PoolError, StorageError
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.recording.recorder import EventLog, Recorder
-from raytrain_opt.recording.records import EpochRecord, Event, Span
+from raytrain_opt.recording.records import EpochRecord, Event
 from raytrain_opt.terminal import Terminal
 from tests.support import synthetic_runs
 
 BEGAN_S = 1000.0
-SPAN = Span(
-    process="worker 0",
-    command="main_train",
-    start_s=BEGAN_S + 10,
-    duration_s=5.0,
-    timings_s={"load_s": float("nan")},
-)
 RESTART = Event(
     kind="restarted",
     text="slot 1 was restarted",
@@ -33,7 +26,6 @@ RESTART = Event(
     process="slot 1",
     silent_s=4.5,
 )
-LOG = ([SPAN], [RESTART])
 
 
 @pytest.fixture
@@ -62,22 +54,9 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 
-def test_spans_and_events_count_from_the_beginning_of_the_run(
-    event_log: EventLog, paths: RunPaths
-) -> None:
-    event_log.write(1, [LOG])
-    event_log.write(2, [([], [])])
-    assert lines(paths.timeline) == [
-        {
-            "schema_version": 1,
-            "epoch": 1,
-            "process": "worker 0",
-            "command": "main_train",
-            "start_s": 10.0,
-            "duration_s": 5.0,
-            "timings_s": {"load_s": None},
-        }
-    ]
+def test_events_count_from_the_beginning_of_the_run(event_log: EventLog, paths: RunPaths) -> None:
+    event_log.write(1, [RESTART])
+    event_log.write(2, [])
     [event] = lines(paths.events)
     assert event.pop("utc").endswith("+00:00")
     assert event == {
@@ -91,57 +70,31 @@ def test_spans_and_events_count_from_the_beginning_of_the_run(
     }
 
 
-def test_a_block_of_the_driver_is_a_span(
-    event_log: EventLog, paths: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = iter([BEGAN_S + 1, BEGAN_S + 3])
-    monkeypatch.setattr("raytrain_opt.recording.recorder.monotonic_s", lambda: next(now))
-    with event_log.span("checkpoint"):
-        pass
-    event_log.write(1, [LOG])
-    names = ("process", "command", "start_s", "duration_s")
-    assert [tuple(span[name] for name in names) for span in lines(paths.timeline)] == [
-        ("driver", "checkpoint", 1.0, 2.0),
-        ("worker 0", "main_train", 10.0, 5.0),
-    ]
-
-
-def test_a_resumed_run_continues_where_its_timeline_ends(
-    event_log: EventLog, recorder: Recorder, paths: RunPaths, output: io.StringIO
-) -> None:
-    """Spans after the last checkpoint are removed; events are kept."""
-    event_log.write(1, [LOG])
-    event_log.write(2, [([SPAN.model_copy(update={"start_s": BEGAN_S + 20})], [RESTART])])
-    recorder.epoch(EpochRecord.model_validate(synthetic_runs.epoch_line(1)), 1)
-    synthetic_runs.write_schedule(paths.schedule, [0.1])
-    assert recorder.truncate_after(0, 1) == 0
-    resumed = EventLog(recorder, Terminal(Console(file=output)).note, began_s=5000.0)
-    resumed.resume_clock(2, "resumed after epoch 1", partial_s=0.0)
-    new = EventLog(recorder, Terminal(Console(file=output)).note, began_s=5000.0)
-    assert resumed.elapsed_s() - new.elapsed_s() == pytest.approx(15.0, abs=1.0)
-    resumed.write(2, [([SPAN.model_copy(update={"start_s": 5003.0})], [])])
-    assert [(span["epoch"], span["start_s"]) for span in lines(paths.timeline)] == [
-        (1, 10.0),
-        (2, 18.0),
-    ]
-    kinds = [event["kind"] for event in lines(paths.events)]
-    assert kinds[:3] == ["restarted", "restarted", "resumed"]
-    assert "resumed after epoch 1" in output.getvalue()
-
-
 @pytest.mark.parametrize(
-    ("partial_s", "end_s"),
-    [(4.0, 19.0), (1.0, 18.0)],
-    ids=["killed after a checkpoint within an epoch", "interrupted later"],
+    ("partial_s", "event_s", "end_s"),
+    [(0.0, 12.0, 32.0), (4.0, 12.0, 36.0), (1.0, 38.0, 38.0)],
+    ids=["after an epoch", "killed after a checkpoint within an epoch", "interrupted later"],
 )
-def test_the_time_of_an_epoch_without_spans_counts(
-    event_log: EventLog, recorder: Recorder, partial_s: float, end_s: float
+def test_a_resumed_run_continues_its_clock(
+    recorder: Recorder,
+    paths: RunPaths,
+    output: io.StringIO,
+    partial_s: float,
+    event_s: float,
+    end_s: float,
 ) -> None:
-    """Its timeline ends at 15 s."""
-    event_log.write(1, [([SPAN], [RESTART.model_copy(update={"time_s": BEGAN_S + 18})])])
-    before_s = event_log.elapsed_s()
-    event_log.resume_clock(2, "resumed after step 3 of epoch 2", partial_s)
-    assert event_log.elapsed_s() - before_s == pytest.approx(end_s, abs=1.0)
+    """What follows the last checkpoint is removed, but for the events."""
+    for epoch in (1, 2):  # the first ends at 32 s
+        recorder.epoch(EpochRecord.model_validate(synthetic_runs.epoch_line(epoch)), epoch)
+    synthetic_runs.write_schedule(paths.schedule, [0.1], [0.1])
+    recorder.add_events([RESTART.model_copy(update={"time_s": event_s})])
+    recorder.truncate_after(0, 1)
+    resumed = EventLog(recorder, Terminal(Console(file=output)).note, began_s=5000.0)
+    before_s = resumed.elapsed_s()
+    resumed.resume_clock(2, "resumed after epoch 1", partial_s)
+    assert resumed.elapsed_s() - before_s == pytest.approx(end_s, abs=1.0)
+    assert [event["kind"] for event in lines(paths.events)] == ["restarted", "resumed"]
+    assert "resumed after epoch 1" in output.getvalue()
 
 
 @pytest.mark.parametrize(

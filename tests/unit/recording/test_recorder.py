@@ -16,10 +16,10 @@ from raytrain_opt.recording.reader import read_lines
 from raytrain_opt.recording.recorder import Recorder
 from raytrain_opt.recording.records import (
     EpochRecord,
+    Event,
     ResultRecord,
     RoundRecord,
     ScheduleRecord,
-    Span,
 )
 from raytrain_opt.results import Steps
 from raytrain_opt.search.noise_scale import NoiseScale
@@ -44,6 +44,7 @@ def epoch(number: int = 1, **values: Any) -> EpochRecord:
         "samples_per_s": 50.0,
         "skipped": 0,
         "duration_s": 2.0,
+        "end_s": 9.0,
         "timings_s": {"main_train_s": 1.5},
     }
     return EpochRecord(epoch=number, **{**record, **values})
@@ -172,20 +173,6 @@ def test_a_line_cut_off_by_a_full_disk_is_removed_before_the_next(
     assert [line["epoch"] for line in lines(paths.epochs)] == [1, 2, 3]
 
 
-def test_damaged_lines_of_timeline_and_events_are_removed(
-    recorder: Recorder, paths: RunPaths
-) -> None:
-    """They are decoration: a resumed run does without them."""
-    span, event = synthetic_runs.span_lines(1)[0], synthetic_runs.event_line("lost", "slot 1")
-    damaged = b"\0" * 20 + b'\n{"epo\n\xff\n'
-    for path, line in ((paths.timeline, span), (paths.events, event)):
-        path.write_bytes(damaged + f"{json.dumps(line)}\n".encode())
-    add_epoch(recorder, 1)
-    assert recorder.truncate_after(0, 1) == 6
-    assert len(lines(paths.timeline)) == len(lines(paths.events)) == 1
-    assert recorder.truncate_after(0, 1) == 0
-
-
 def test_a_run_without_the_rates_of_its_checkpoint_is_not_resumed(
     recorder: Recorder, paths: RunPaths
 ) -> None:
@@ -204,6 +191,7 @@ def test_a_run_without_the_rates_of_its_checkpoint_is_not_resumed(
         ("epochs", "{1}x\n", "line 2: is damaged"),
         ("epochs", "{1}", "has 1 lines, but had 2 at the last checkpoint"),
         ("epochs", "", "has 0 lines, but had 2"),
+        ("events", "{1}\0\n", "line 2: is damaged"),
     ],
 )
 def test_records_are_looked_at_before_one_is_changed(
@@ -212,6 +200,7 @@ def test_records_are_looked_at_before_one_is_changed(
     for number in (1, 2, 3):
         recorder.round(round_(number, 0.1), 0)
         add_epoch(recorder, number)
+        recorder.add_events([Event(kind="lost", text="slot 1", time_s=number)])
     path = paths.local / f"{name}.jsonl"
     written = path.read_text().splitlines(True)
     path.write_text(content.format("", *written))
@@ -221,20 +210,18 @@ def test_records_are_looked_at_before_one_is_changed(
     assert {path: path.read_bytes() for path in paths.local.glob("*.jsonl")} == before
 
 
-@pytest.mark.parametrize("lost", ["epochs.jsonl", "timeline.jsonl", "."])
+@pytest.mark.parametrize("lost", ["epochs.jsonl", "."])
 def test_records_that_are_removed_during_the_run_end_it(
     recorder: Recorder, paths: RunPaths, lost: str
 ) -> None:
     add_epoch(recorder, 1)
-    recorder.timeline([Span.model_validate(synthetic_runs.span_lines(1)[0])])
     recorder.truncate_after(0, 1)
     for path in paths.local.rglob("*.jsonl" if lost == "." else lost):
         path.unlink()
     with pytest.raises(StorageError, match=r"jsonl was removed or cut while the run wrote to it"):
         recorder.result(result())
-    if lost != "timeline.jsonl":
-        with pytest.raises(StorageError, match=r"epochs\.jsonl was removed or cut"):
-            recorder.epoch(epoch(2), 2)
+    with pytest.raises(StorageError, match=r"epochs\.jsonl was removed or cut"):
+        recorder.epoch(epoch(2), 2)
     assert not paths.result.exists()
 
 

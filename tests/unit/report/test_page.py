@@ -19,7 +19,6 @@ from tests.support.synthetic_runs import (
     evaluation,
     event_line,
     round_line,
-    span_lines,
     with_batch_size_search,
     with_predictions,
     write_lines,
@@ -172,8 +171,6 @@ def test_texts_of_users_are_escaped(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run<b>&$y$" / "_x", job_changes=changes)
     write_lines(run / "rounds.jsonl", [round_line(1, reason=PLANTED, stage=PLANTED)])
     write_lines(run / "events.jsonl", [event_line("failed", PLANTED, process=PLANTED)])
-    spans = [{**span, "process": "$\\frac{$"} for span in span_lines(1)[::2]]
-    write_lines(run / "timeline.jsonl", spans)
     page = read(write_report([str(run)]))
     other = write_run(tmp_path / "other", job_changes={"seed": PLANTED})
     compared = read(write_report([str(run), str(other)]))

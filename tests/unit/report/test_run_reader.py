@@ -9,13 +9,7 @@ import pytest
 
 from raytrain_opt.errors import RecordError
 from raytrain_opt.report.run_reader import read_run
-from tests.support.synthetic_runs import (
-    EPOCH_S,
-    START_UP_S,
-    epoch_line,
-    with_batch_size_search,
-    write_run,
-)
+from tests.support.synthetic_runs import epoch_line, with_batch_size_search, write_run
 
 
 @pytest.fixture
@@ -27,20 +21,15 @@ def test_everything_is_read(run_dir: Path) -> None:
     run = read_run(str(run_dir))
     assert [epoch.epoch for epoch in run.epochs] == [1, 2, 3]
     assert [line.chosen and line.chosen.lr for line in run.rounds] == [0.1] * 3
-    assert (len(run.probes), len(run.spans), len(run.events)) == (5, 3 * 7, 0)
+    assert (len(run.probes), len(run.events)) == (5, 0)
     assert [run.first_step(epoch) for epoch in (1, 2, 3, 4)] == [0, 20, 40, 60]
     assert run.result is not None
     assert run.name == "run"
 
 
-def test_an_epoch_ends_with_its_last_span(run_dir: Path) -> None:
-    ends = read_run(str(run_dir)).ends_s
-    assert ends == pytest.approx([START_UP_S + EPOCH_S * n + 1.9 for n in range(3)])
-
-
 def test_a_run_that_has_just_started_has_only_a_job(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", epochs=0, finished=False)
-    for name in ("epochs.jsonl", "rounds.jsonl", "timeline.jsonl", "schedule.jsonl"):
+    for name in ("epochs.jsonl", "rounds.jsonl", "schedule.jsonl"):
         (run_dir / name).unlink()
     run = read_run(str(run_dir))
     assert (run.epochs, run.rounds, run.result) == ([], [], None)
@@ -60,7 +49,6 @@ def test_an_incomplete_last_line_is_left_out(run_dir: Path) -> None:
         ("epochs.jsonl", "[]", "object"),
         ("rounds.jsonl", '{"epoch": 2}', "stage"),
         ("schedule.jsonl", '{"epoch": 2}', "optimizer"),
-        ("timeline.jsonl", json.dumps({"epoch": 2}), "process"),
         ("epochs.jsonl", json.dumps(epoch_line(2, lr="fast")), "lr"),
         ("epochs.jsonl", json.dumps(epoch_line(2, schema_version=99)), "newer version"),
     ],
