@@ -24,6 +24,7 @@ class _BatchSizeSearch(Section):
     # A probe ends when the standard error of its samples/s, relative to it, is this small.
     relative_error: ClassVar[float] = 0.01
     needs_utilization: ClassVar[bool] = False  # it decides by the utilization of the device
+    weighs_noise: ClassVar[bool] = False  # it weighs the noise scale of an earlier run
 
     initial: PositiveInt = 32
     """First batch size per worker (32 in the paper, for small images)."""
@@ -54,6 +55,7 @@ class ThroughputKneeSearch(_BatchSizeSearch):
     # Larger than for the published strategies, which probe each size once: this one repeats
     # probes that are too noisy to decide.
     relative_error: ClassVar[float] = 0.02
+    weighs_noise: ClassVar[bool] = True
 
     strategy: Literal["throughput_knee"]
     tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.02

@@ -245,8 +245,7 @@ def _bounds(
         f"grows {LARGEST_LR_FACTOR}-fold at most)"
     )
     max_step_s = _TRAINING_FRACTION * length.seconds / section.min_updates
-    is_weighed = isinstance(section, ThroughputKneeSearch)
-    noise_scale = _measured_noise_scale(job, note) if is_weighed else None
+    noise_scale = _measured_noise_scale(job, note) if section.weighs_noise else None
     return SizeBounds(largest, train_size // workers, workers, own, max_step_s, noise_scale)
 
 
