@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from raytrain_opt.config.error_messages import SectionError
 from raytrain_opt.config.load import parse_job
 from raytrain_opt.config.schema import Job
-from raytrain_opt.config.section import BrokenRulesError
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.execution.check import check_sections
 
@@ -366,6 +366,6 @@ def test_a_section_that_breaks_the_schema_is_reported_once() -> None:
 
 def test_a_broken_rule_reaches_another_process() -> None:
     """Pickled, as pools of processes hand errors on."""
-    error = BrokenRulesError([("optimizer", "is wrong")])
+    error = SectionError([Problem("optimizer", "is wrong")])
     copy = pickle.loads(pickle.dumps(error))
-    assert (str(copy), copy.rules) == (str(error), error.rules)
+    assert (str(copy), copy.problems) == (str(error), error.problems)
