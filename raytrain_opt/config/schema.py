@@ -147,7 +147,7 @@ def _default_average(job: dict[str, Any]) -> AverageSection | None:
     learning_rate = job.get("learning_rate")
     if learning_rate is None or optimizer is None or parallel is None:
         return None
-    averages = learning_rate.averages and parallel.common_steps
+    averages = learning_rate.is_found and parallel.common_steps
     return AverageSection() if averages and not optimizer.is_schedule_free else None
 
 
@@ -214,7 +214,7 @@ class Job(Section):
     one with policies stpt_horizon and replay, unless the optimizer averages itself, else null,
     which is no average."""
     batch_norm: BatchNormSection = Field(default_factory=BatchNormSection)
-    """Batch normalization with several workers."""
+    """Running averages of batch normalization."""
     batch_ramp: BatchRampSection = Field(default_factory=BatchRampSection)
     """Increase the global batch at given epochs (Smith et al.). Default: never."""
     task: TaskSection = Field(default_factory=TaskSection)
