@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -92,46 +91,20 @@ def ray_session(
 ) -> Iterator[bool]:
     """Connect to Ray for the time of the block; yield whether Ray was started here.
 
-    A Ray that was started here has `environment` in all its processes. It serves all runs of this
-    process and is shut down with the last one; a connection that existed before stays. Raises
-    JobError when nothing answers at the address, PoolError when Ray does not start.
+    A Ray that was started here has `environment` in all its processes, and is shut down; a
+    connection that existed before stays. Raises JobError when nothing answers at the address,
+    PoolError when Ray does not start.
     """
-    with _lock:
-        if not ray.is_initialized():
-            _open_session(address, verbose, environment or {})
-        _session.runs += 1
-        is_local = _session.is_local
-    try:
-        yield is_local
-    finally:
-        with _lock:
-            _session.runs -= 1
-            if not _session.runs:
-                _session.is_local = False
-                _session.stack.close()
-
-
-@dataclass
-class _Session:
-    """The connection that the runs of this process share; `stack` ends it, if they made it."""
-
-    runs: int = 0
-    is_local: bool = False
-    stack: ExitStack = field(default_factory=ExitStack)
-
-
-_session, _lock = _Session(), threading.Lock()
-
-
-def _open_session(address: str | None, verbose: bool, environment: Mapping[str, str]) -> None:
+    if ray.is_initialized():
+        yield False
+        return
     local = not address and not os.environ.get("RAY_ADDRESS")
-    with ExitStack() as stack:
-        with _local_node(environment) if local else nullcontext():
+    with ExitStack() as after, ExitStack() as stack:
+        with _local_node(environment or {}) if local else nullcontext():
             folder = _connect(address, local, verbose, stack)
-        _session.stack, _session.is_local = ExitStack(), local
         if folder is not None:
-            _session.stack.callback(folder.remove)
-        _session.stack.push(stack.pop_all())
+            after.callback(folder.remove)
+        yield local
 
 
 @contextmanager

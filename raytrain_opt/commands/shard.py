@@ -100,4 +100,6 @@ def _write_shard(files: ImageFiles, samples: list[int], output: str, name: str) 
         else:
             storage.write(output, name, shard.read_bytes())
         _, version = shard_version(storage.join(output, name))
-        storage.write(output, f"{name}.index", index_bytes(make_index(shard, name), version))
+        with shard.open("rb") as file:
+            index = make_index(file, name)
+        storage.write(output, f"{name}.index", index_bytes(index, version))

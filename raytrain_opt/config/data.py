@@ -16,7 +16,6 @@ from raytrain_opt.config.section import (
     NameOrFunction,
     NameOrInstance,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     Section,
     is_function_name,
@@ -134,8 +133,6 @@ class _DataSection(NamedSection):
 class ArraySetData(_DataSection):
     """A public image set that fits in memory."""
 
-    labels_field: ClassVar[str] = "data.name"
-
     name: ArraySet
     """digits comes with this package, the others with torchvision."""
     root: Location = "~/.cache/raytrain_opt"
@@ -155,7 +152,6 @@ class ArraySetData(_DataSection):
 class ArraysData(_DataSection):
     """Arrays of your own as .npy files: x [samples, ...] and y [samples], the class numbers."""
 
-    labels_field: ClassVar[str] = "data.train.1"
     download: ClassVar[bool] = False
 
     name: Literal["arrays"]
@@ -241,23 +237,12 @@ class ShardsData(LoaderSection):
     num_classes: PositiveInt | None = None
     """Default: the number of names in classes.txt beside the shards, else the largest class of the
     training set plus one."""
-    shuffle_shards: PositiveInt = 16
-    """Shards whose samples are shuffled together, in a new order each epoch."""
     cache: Location = "~/.cache/raytrain_opt/shards"
-    """Folder for copies of remote shards."""
-    cache_gib: PositiveFloat = 50.0
-    """Size of the cache on each node; those used longest ago are removed. It has to hold two times
-    shuffle_shards."""
+    """Folder for the indices of shards that have none beside them."""
 
     def files(self) -> Iterator[DataFile]:
         yield DataFile("data.train", self.train, "uri")
         yield DataFile("data.test", self.test, "uri")
-
-    def broken_rules(self) -> Iterator[BrokenRule]:
-        """Refuse an order of samples that would need all shards at once."""
-        yield from super().broken_rules()
-        if self.sampler not in ("random", "balanced"):
-            yield "sampler", "of your own would read all shards at once; use image_folder"
 
 
 class DatasetData(LoaderSection):
@@ -297,5 +282,13 @@ DataSection = Annotated[
     | Annotated[ImageFolderData, Tag("image_folder")]
     | Annotated[ShardsData, Tag("shards")]
     | Annotated[DatasetData, Tag("DatasetData")],
-    Discriminator(_data_kind),
+    Discriminator(
+        _data_kind,
+        custom_error_type="union_tag_name",
+        custom_error_message="must be a kind of data",
+        custom_error_context={
+            "discriminator": "name",
+            "expected_tags": ", ".join(map(repr, (*DATA_NAMES, "package.module:function"))),
+        },
+    ),
 ]

@@ -14,23 +14,25 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from raytrain_opt.config.data import DataSection
+from raytrain_opt.config.data import DataSection, HoldOut
+from raytrain_opt.data import sampling
 from raytrain_opt.data.nesting import leaves
+from raytrain_opt.data.sampling import Indices
 from raytrain_opt.errors import DataError, printable
 from raytrain_opt.results import Split
 
 if TYPE_CHECKING:
     import torch
 
-    from raytrain_opt.data.in_memory_sets import DatasetArrays
-    from raytrain_opt.data.source import SampleSource
-    from raytrain_opt.data.transforms import Preprocessing
+    from raytrain_opt.data.transforms import MeanStd, Preprocessing
 
+# The sets of a source: the validation split of `results.Split` is cut from "train".
+SourceSplit = Literal["train", "test"]
 # Of gray and color images, and of color with alpha.
 CHANNELS = (1, 3, 4)
 # Classes that are printed.
@@ -125,26 +127,101 @@ def no_op() -> None:
     """Do nothing: the `on_copy` of data that nobody measures."""
 
 
+class DataSource(ABC):
+    """A training and a test set of `num_classes` classes.
+
+    `sample_shape`: of an x for the model. `is_image`: x are uint8 [height, width, channels].
+    `is_cropped`: tests take the center of each image. `labels`: classes of the training samples,
+    if they are known. `lengths`: of the training samples, by which `window` global batches are
+    sorted together. `field`: of the job, which errors of labels and samples name.
+    """
+
+    field: str
+    num_classes: int
+    sample_shape: tuple[int, ...]
+    labels: Indices | None
+    is_image: bool = False
+    is_cropped: ClassVar[bool] = False
+    class_names: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    example: Any = None
+    lengths: Indices | None = None
+    window: int = 1
+
+    @abstractmethod
+    def size(self, split: SourceSplit) -> int:
+        """Return the number of samples."""
+
+    @abstractmethod
+    def digest(self) -> str:
+        """Return a digest of what can be known without reading all samples."""
+
+    def mean_std(self, samples: Indices) -> MeanStd | None:
+        """Return mean and deviation of the channels of training images, if they are known."""
+        return None
+
+
 class TrainingData(ABC):
     """Training, validation and test split of a data set.
 
     Only the iterator that was created last may be used. Each call can be repeated and then
-    yields the same batches.
+    yields the same batches. Raises DataError for settings that do not match the samples.
     """
 
-    info: DataInfo
-    source: DatasetArrays | SampleSource
     # Called for each batch between reading it and moving it to the device; probes time both.
     on_copy: Callable[[], None] = staticmethod(no_op)
+
+    def __init__(
+        self,
+        source: DataSource,
+        section: Any,
+        hold_out: HoldOut,
+        seed: int,
+        device: torch.device,
+        channels_last: bool,
+    ) -> None:
+        from raytrain_opt.data import transforms  # not at the top: the driver needs no torch
+
+        self.source, self._seed, labels = source, seed, source.labels
+        if section.is_balanced and labels is None:
+            rule = "balanced needs the class of each sample: `targets` of the training Dataset"
+            raise DataError("data.sampler", rule)
+        self._split = sampling.TrainingSplit(
+            source.size("train"),
+            hold_out,
+            seed,
+            balanced_labels=labels if section.is_balanced else None,
+            sampler=sampling.own_sampler(section.sampler),
+            lengths=source.lengths,
+            window=source.window,
+        )
+        self._test = np.arange(source.size("test"))
+        shape = source.sample_shape
+        self._augment = transforms.Augmentation(
+            section.augment, seed, shape, is_uint8=source.is_image
+        )
+        auto = None
+        if section.normalize == "auto":
+            auto = source.mean_std(self._split.training)
+        preprocessing = transforms.resolve_preprocessing(
+            section.normalize, shape, source.is_image, auto, center_crop=source.is_cropped
+        )
+        self._transform = transforms.make_transform(preprocessing, shape, device, channels_last)
+        self.info = DataInfo(
+            source.num_classes,
+            shape,
+            *self._split.sizes,
+            test_size=len(self._test),
+            class_names=source.class_names,
+            class_counts=count_classes(labels, source.num_classes, source.field),
+            preprocessing=preprocessing,
+            notes=source.notes,
+            example=source.example,
+        )
 
     @property
     def processes(self) -> int:
         """Loader processes of the latest phase."""
-        return 0
-
-    @property
-    def read_ahead(self) -> int:
-        """Batches that the current iterator requests before they are needed."""
         return 0
 
     @abstractmethod
@@ -177,8 +254,12 @@ class TrainingData(ABC):
         split.
         """
 
+    def _rank_samples(self, split: Split, rank: int, world_size: int) -> Indices:
+        samples = self._test if split == "test" else self._split.validation
+        return sampling.rank_indices(samples, rank, world_size)
+
     @abstractmethod
-    def first_samples(self, split: Literal["train", "test"], count: int = 2) -> Batch:
+    def first_samples(self, split: SourceSplit, count: int = 2) -> Batch:
         """Return a few samples, or one several times, read here and without augmentation."""
 
     def check_samples(self) -> None:  # noqa: B027 - data in memory are checked when they are read
@@ -254,16 +335,16 @@ class DataFingerprint:
     """Classes, sizes, and a digest of what else the source of the samples tells cheaply."""
 
     classes: tuple[str, ...]
-    class_counts: tuple[int, ...]
-    train_size: int
-    test_size: int
+    counts: dict[str, int]
     digest: str
 
     @classmethod
     def of(cls, info: DataInfo) -> DataFingerprint:
         """Return the fingerprint of data that were read."""
-        sizes = (info.train_size, info.test_size)
-        return cls(info.class_labels, info.class_counts, *sizes, info.digest)
+        classes = (f"class {name}" for name in info.class_labels)
+        counts = dict(zip(classes, info.class_counts, strict=False))
+        counts |= {"the training set": info.train_size, "the test set": info.test_size}
+        return cls(info.class_labels, counts, info.digest)
 
     def require_same(self, data: DataSection, info: DataInfo) -> None:
         """Raise DataError that says what changed in the data since the checkpoint."""
@@ -274,17 +355,15 @@ class DataFingerprint:
             raise DataError(f"data.{_FIELDS.get(str(data.name), 'name')}", rule)
 
     def _changes(self, now: DataFingerprint) -> str:
-        before, after = set(self.classes), set(now.classes)
-        changes = [f"class {name} is gone" for name in sorted(before - after)[:_SHOWN]]
-        changes += [f"class {name} is new" for name in sorted(after - before)[:_SHOWN]]
         if self.classes != now.classes:
+            before, after = set(self.classes), set(now.classes)
+            changes = [f"class {name} is gone" for name in sorted(before - after)[:_SHOWN]]
+            changes += [f"class {name} is new" for name in sorted(after - before)[:_SHOWN]]
             return ", ".join(changes) or "the classes have another order"
-        names = [*(f"class {name}" for name in self.classes), "the training set", "the test set"]
-        then, later = ((*f.class_counts, f.train_size, f.test_size) for f in (self, now))
         changes = [
-            f"{name} has {count} samples, and had {old}"
-            for name, old, count in zip(names[-len(then) :], then, later, strict=False)
-            if old != count
+            f"{name} has {now.counts.get(name, 0)} samples, and had {count}"
+            for name, count in self.counts.items()
+            if count != now.counts.get(name, 0)
         ]
         return ", ".join(changes[:_SHOWN]) or "samples, their labels, their names or their order"
 

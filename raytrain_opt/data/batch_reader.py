@@ -10,6 +10,7 @@ import signal
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import repeat
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -17,9 +18,10 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from raytrain_opt.clock import monotonic_s
+from raytrain_opt.data.base import SourceSplit
 from raytrain_opt.data.images import ImageError
 from raytrain_opt.data.sampling import Purpose, sample_seed
-from raytrain_opt.data.source import Sample, SampleSource, SourceSplit
+from raytrain_opt.data.source import Sample, SampleSource
 from raytrain_opt.data.transforms import isolated_random_state
 from raytrain_opt.errors import DataError, UserCodeError, origin
 from raytrain_opt.random_state import find_generators, seed_all
@@ -32,7 +34,8 @@ Policy = Callable[[torch.Tensor], torch.Tensor]
 class BatchRequest(NamedTuple):
     """The samples of a batch to load, and the keys of their random numbers.
 
-    `keys`: one per sample, else its index.
+    `keys`: one per sample, else its index. `fetched`: files that only the training process can
+    read, one per sample.
     """
 
     name: str
@@ -41,6 +44,7 @@ class BatchRequest(NamedTuple):
     epoch: int
     indices: Sequence[int]
     keys: Sequence[int] = ()
+    fetched: Sequence[bytes] = ()
 
 
 class LoadedBatch(NamedTuple):
@@ -88,9 +92,11 @@ class BatchReader(Dataset[Sample]):
         samples: list[Sample] = []
         reason = ""
         augment = request.purpose is Purpose.TRAIN_SAMPLE
-        for index, key in zip(request.indices, request.keys or request.indices, strict=True):
+        keys = request.keys or request.indices
+        contents = request.fetched or repeat(None, len(keys))
+        for index, key, content in zip(request.indices, keys, contents, strict=True):
             try:
-                sample = self._read(request, index, key)
+                sample = self._read(request, index, key, content)
                 if augment and self._policy is not None:
                     x, label = sample
                     sample = self._policy(x.permute(2, 0, 1)).permute(1, 2, 0), label
@@ -110,16 +116,17 @@ class BatchReader(Dataset[Sample]):
         content = self._source.collate(request.split, samples)
         return LoadedBatch(content, skipped, None, samples=len(samples))
 
-    def _read(self, request: BatchRequest, index: int, key: int) -> Sample:
+    def _read(self, request: BatchRequest, index: int, key: int, content: bytes | None) -> Sample:
         """Read a sample with its random numbers; again, if that has created a generator."""
         seed = sample_seed(self._seed, request.purpose, request.epoch, key)
         seed_all(seed, generators=self._generators)
-        sample = self._source.read(request.split, index, request.purpose is Purpose.TRAIN_SAMPLE)
+        augment = request.purpose is Purpose.TRAIN_SAMPLE
+        sample = self._source.read(request.split, index, augment, content)
         if self._searched != (request.split, request.epoch):
             before, self._generators = self._generators, find_generators(self._source)
             self._searched = request.split, request.epoch
             if list(map(id, before)) != list(map(id, self._generators)):
-                return self._read(request, index, key)
+                return self._read(request, index, key, content)
         return sample
 
 

@@ -6,14 +6,14 @@ The imports inside the functions keep torch, which takes seconds to import, out 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from raytrain_opt.config.data import ArraysData, ArraySetData, ImageFolderData, ShardsData
 
 if TYPE_CHECKING:
     import torch
 
-    from raytrain_opt.config.data import DataSection, DatasetData, HoldOut
+    from raytrain_opt.config.data import DataSection, DatasetData, HoldOut, LoaderSection
     from raytrain_opt.data.base import TrainingData
     from raytrain_opt.data.in_memory_sets import DatasetArrays
     from raytrain_opt.data.source import SampleSource
@@ -59,12 +59,16 @@ def open_data(
     `hold_out` and `seed` decide which training samples form the validation split. Without
     `classification`, samples of a user's Datasets are any nesting of tensors. Raises DataError.
     """
-    source: Any = load_shared_data(section) if shared is None else shared
-    if source is None:
-        from raytrain_opt.data.user_datasets import UserDatasetSource
+    from raytrain_opt.data.in_memory import InMemoryData
+    from raytrain_opt.data.in_memory_sets import DatasetArrays
+    from raytrain_opt.data.loader import DataLoaderData
+    from raytrain_opt.data.user_datasets import UserDatasetSource
 
-        source = UserDatasetSource(
-            cast("DatasetData", section), seed, classification=classification
-        )
-    data: TrainingData = source.open(section, hold_out, seed, device, channels_last)
-    return data
+    source = load_shared_data(section) if shared is None else shared
+    if isinstance(source, DatasetArrays):
+        return InMemoryData(source, section, hold_out, seed, device, channels_last)
+    if source is None:
+        dataset = cast("DatasetData", section)
+        source = UserDatasetSource(dataset, seed, classification=classification)
+    loader = cast("LoaderSection", section)
+    return DataLoaderData(source, loader, hold_out, seed, device, channels_last)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from raytrain_opt import storage
 from raytrain_opt.config.data import ImageFolderData
-from raytrain_opt.data.base import digest, excerpt, spread
+from raytrain_opt.data.base import SourceSplit, digest, excerpt, spread
 from raytrain_opt.data.images import (
     SUFFIXES,
     ImageError,
@@ -25,7 +25,7 @@ from raytrain_opt.data.images import (
     read_image_file,
 )
 from raytrain_opt.data.sampling import Indices
-from raytrain_opt.data.source import ImageSource, SourceSplit
+from raytrain_opt.data.source import ImageSource
 from raytrain_opt.errors import DataError, StorageError, printable
 
 Row = dict[str, str]
@@ -129,15 +129,12 @@ class ImageFolderSource(ImageSource):
                 raise DataError("data.color_only", f"leaves no image of {gray[0]}: all are gray")
         self._root = os.fsencode(f"{Path(section.root).expanduser().absolute()}/")
         self.notes = left_out_note(left_out)
+        self.labels = self._folders["train"].labels
         self.class_names = tuple(self._folders["train"].classes)
         for name in self.class_names:
             if name.encode(errors="ignore").decode() != name:
                 raise DataError(self.field, f"class {name!a} is not UTF-8 text; rename its folder")
         self.num_classes = len(self.class_names)
-
-    @property
-    def labels(self) -> Indices:
-        return self._folders["train"].labels
 
     def size(self, split: SourceSplit) -> int:
         """Return the number of files."""

@@ -11,15 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from raytrain_opt.config.data import ArraysData, ArraySetData
-from raytrain_opt.data.base import channel_axis, digest, layout_note
-from raytrain_opt.data.sampling import Purpose, generator
+from raytrain_opt.data.base import DataSource, SourceSplit, channel_axis, digest, layout_note
+from raytrain_opt.data.sampling import Indices, Purpose, generator
 from raytrain_opt.errors import DataError
 
 if TYPE_CHECKING:
-    import torch
-
-    from raytrain_opt.config.data import HoldOut
-    from raytrain_opt.data.base import TrainingData
+    from raytrain_opt.data.transforms import MeanStd
 
 Array = npt.NDArray[Any]
 
@@ -37,8 +34,8 @@ _DIGEST_BYTES = 2**30
 _DIGITS_TEST_FRACTION = 0.2
 
 
-@dataclass(frozen=True, eq=False)
-class DatasetArrays:
+@dataclass(eq=False)
+class DatasetArrays(DataSource):
     """A data set as arrays, which may be read-only and shared with other processes.
 
     Images: uint8 [N, H, W, C]; anything else: float32 [N, ...]. Labels: int64 [N],
@@ -53,19 +50,23 @@ class DatasetArrays:
     num_classes: int
     class_names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    field: str = "data.name"
 
-    def open(
-        self,
-        section: ArraySetData | ArraysData,
-        hold_out: HoldOut,
-        seed: int,
-        device: torch.device,
-        channels_last: bool,
-    ) -> TrainingData:
-        """Return the data of a process that trains or evaluates on `device`."""
-        from raytrain_opt.data.in_memory import InMemoryData
+    def __post_init__(self) -> None:
+        """Derive what all sources have."""
+        shape, self.labels = self.train_x.shape[1:], self.train_y
+        self.is_image = self.train_x.dtype == np.uint8
+        self.sample_shape = (shape[2], *shape[:2]) if self.is_image else shape
 
-        return InMemoryData(self, section, hold_out, seed, device, channels_last)
+    def size(self, split: SourceSplit) -> int:
+        """Return the number of samples."""
+        return len(self.train_x if split == "train" else self.test_x)
+
+    def mean_std(self, samples: Indices) -> MeanStd | None:
+        """Return mean and deviation of each channel of these images."""
+        from raytrain_opt.data.transforms import channel_mean_std
+
+        return channel_mean_std(self.train_x, samples) if self.is_image else None
 
     def digest(self) -> str:
         """Return a digest of labels and values; of more than a GiB, of samples evenly spread."""
@@ -204,7 +205,8 @@ def validate_arrays(
     labels = [np.ascontiguousarray(y.values, dtype=np.int64) for y in (train[1], test[1])]
     images = [x for x, _ in (train, test) if x.values.dtype == np.uint8 and x.values.ndim == 4]
     notes = tuple(layout_note(x.name, x.values.shape[1:], -1) for x in images if not class_names)
-    return DatasetArrays(train_x, labels[0], test_x, labels[1], num_classes, class_names, notes)
+    arrays = (train_x, labels[0], test_x, labels[1])
+    return DatasetArrays(*arrays, num_classes, class_names, notes, train[1].field)
 
 
 def _without_axis(y: NamedArray) -> NamedArray:

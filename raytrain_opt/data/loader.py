@@ -6,7 +6,8 @@ import math
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -17,8 +18,8 @@ from torch.utils.data import DataLoader
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.data import HoldOut, LoaderSection
-from raytrain_opt.data import sampling, transforms
-from raytrain_opt.data.base import Batch, DataInfo, TrainingData, count_classes
+from raytrain_opt.data import sampling
+from raytrain_opt.data.base import Batch, SourceSplit, TrainingData
 from raytrain_opt.data.batch_reader import (
     BatchReader,
     BatchRequest,
@@ -27,8 +28,8 @@ from raytrain_opt.data.batch_reader import (
 )
 from raytrain_opt.data.nesting import leaves, map_leaves
 from raytrain_opt.data.sampling import Indices, Purpose
-from raytrain_opt.data.source import SampleSource, SourceSplit
-from raytrain_opt.data.transforms import Augmentation, CopyStream
+from raytrain_opt.data.source import SampleSource
+from raytrain_opt.data.transforms import CopyStream
 from raytrain_opt.errors import DataError
 from raytrain_opt.results import Split
 
@@ -38,15 +39,15 @@ _PREFETCH = 2
 # for.
 _FIRST_PROCESSES = 2
 _MEASURED_BATCHES = 8
+_FETCHED_AHEAD = 4
+# Of samples that are read without augmentation.
+_PURPOSES = {"train": Purpose.VALIDATION_SAMPLE, "test": Purpose.TEST_SAMPLE}
 # More than the mean needs, as batches differ.
 _SPARE = 1.25
 
 
 class DataLoaderData(TrainingData):
-    """`TrainingData` over samples that are read one at a time: image files, a user's Datasets.
-
-    Raises DataError for settings that do not match the samples.
-    """
+    """`TrainingData` over samples that are read one at a time: image files, a user's Datasets."""
 
     source: SampleSource
 
@@ -59,30 +60,9 @@ class DataLoaderData(TrainingData):
         device: torch.device,
         channels_last: bool,
     ) -> None:
-        self.source, shape = source, source.sample_shape
-        preprocessing = transforms.resolve_preprocessing(
-            section.normalize,
-            shape,
-            source.is_image,
-            source.mean_std,
-            center_crop=source.is_cropped,
-        )
-        self._transform = transforms.make_transform(preprocessing, shape, device, channels_last)
-        self._split = _split_training_set(source, section, hold_out, seed)
-        self._augment = Augmentation(section.augment, seed, shape, is_uint8=source.is_image)
-        self._test = np.arange(source.size("test"))
-        self.info = DataInfo(
-            source.num_classes,
-            shape,
-            *self._split.sizes,
-            test_size=len(self._test),
-            class_names=source.class_names,
-            class_counts=count_classes(source.labels, source.num_classes, source.field),
-            preprocessing=preprocessing,
-            notes=source.notes,
-            example=source.example,
-        )
-        dtype = None if preprocessing.mean_std else self.info.dtype
+        super().__init__(source, section, hold_out, seed, device, channels_last)
+        preprocessing = self.info.preprocessing
+        dtype = None if preprocessing and preprocessing.mean_std else self.info.dtype
         if section.augment.mixup and dtype is not None and not dtype.is_floating_point:
             rule = f"needs samples of floats or images; these are {dtype}"
             raise DataError("data.augment.mixup", rule)
@@ -114,10 +94,6 @@ class DataLoaderData(TrainingData):
                 )
                 keys = sampling.sample_keys(step, part.rows, global_batch_size)
                 name = f"micro-batch {number} of {num_micro_batches}, step {step}, epoch {epoch}"
-                first = step * global_batch_size
-                self.source.prepare(
-                    "train", order, first + part.rows.start, first + part.rows.stop
-                )
                 requested.append((step, part))
                 samples, purpose = part.samples.tolist(), Purpose.TRAIN_SAMPLE
                 yield BatchRequest(name, "train", purpose, epoch, samples, keys.tolist())
@@ -136,19 +112,14 @@ class DataLoaderData(TrainingData):
         random numbers each time. A batch of which no sample can be read is passed over, unless
         all are like that.
         """
-        source_split: SourceSplit = "test"
-        purpose, indices = Purpose.TEST_SAMPLE, self._test
-        if split == "validation":
-            source_split = "train"
-            purpose, indices = Purpose.VALIDATION_SAMPLE, self._split.validation
-        samples = sampling.rank_indices(indices, rank, world_size)
+        source_split: SourceSplit = "test" if split == "test" else "train"
+        samples = self._rank_samples(split, rank, world_size)
 
         def requests() -> Iterator[BatchRequest]:
             for start in range(0, len(samples), batch_size):
                 name = f"batch {start // batch_size} of rank {rank} of the {split} split"
-                batch = samples[start : start + batch_size]
-                self.source.prepare(source_split, samples, start, start + batch_size)
-                yield BatchRequest(name, source_split, purpose, 0, batch.tolist())
+                batch = samples[start : start + batch_size].tolist()
+                yield BatchRequest(name, source_split, _PURPOSES[source_split], 0, batch)
 
         return self._batches(requests(), evaluation=True)
 
@@ -177,24 +148,18 @@ class DataLoaderData(TrainingData):
 
     def _spread(self, split: SourceSplit) -> Indices:
         """Return a few samples that are spread over a set."""
-        indices = self._test if split == "test" else self._split.training.samples
+        indices = self._test if split == "test" else self._split.training
         spread = np.linspace(0, len(indices) - 1, self.source.checked_samples).astype(np.int64)
         return indices[np.unique(spread)]
 
     def _read_here(self, split: SourceSplit, samples: list[int]) -> LoadedBatch:
         """Read samples in this process."""
-        purpose = Purpose.TEST_SAMPLE if split == "test" else Purpose.VALIDATION_SAMPLE
-        self.source.prepare(split, np.asarray(samples), 0, len(samples))
-        request = BatchRequest(f"the {split} set", split, purpose, 0, samples)
+        request = BatchRequest(f"the {split} set", split, _PURPOSES[split], 0, samples)
         return self._reader.__getitems__([request])
 
     @property
     def processes(self) -> int:
         return self._loader.processes
-
-    @property
-    def read_ahead(self) -> int:
-        return self.processes * _PREFETCH
 
     def close(self) -> None:
         """End the loader processes; a later phase would start new ones."""
@@ -218,7 +183,7 @@ class DataLoaderData(TrainingData):
         self, requests: Iterator[BatchRequest], *, evaluation: bool = False
     ) -> Iterator[Batch]:
         unreadable, is_empty = None, True
-        for loaded in self._loader.load(requests):
+        for loaded in self._loader.load(_fetched(self.source, requests)):
             if evaluation and loaded.skipped and loaded.error is not None:
                 unreadable = loaded.error
                 continue
@@ -231,23 +196,23 @@ class DataLoaderData(TrainingData):
             raise unreadable
 
 
-def _split_training_set(
-    source: SampleSource, section: LoaderSection, hold_out: HoldOut, seed: int
-) -> sampling.TrainingSplit:
-    labels = source.labels if section.is_balanced else None
-    if section.is_balanced and labels is None:
-        rule = "balanced needs the class of each sample: `targets` of the training Dataset"
-        raise DataError("data.sampler", rule)
-    return sampling.TrainingSplit(
-        source.size("train"),
-        hold_out,
-        seed,
-        source.permutation,
-        labels,
-        sampler=sampling.own_sampler(section.sampler),
-        lengths=source.lengths,
-        window=source.window,
-    )
+def _fetched(source: SampleSource, requests: Iterator[BatchRequest]) -> Iterator[BatchRequest]:
+    """Yield the requests with what loader processes cannot read, fetched a few batches ahead."""
+    pending: deque[tuple[BatchRequest, Sequence[Future[bytes]]]] = deque()
+    for request in requests:
+        contents = source.fetch(request.split, request.indices)
+        if not contents:
+            yield request
+            continue
+        pending.append((request, contents))
+        if len(pending) > _FETCHED_AHEAD:
+            yield _with_contents(*pending.popleft())
+    for waiting in pending:
+        yield _with_contents(*waiting)
+
+
+def _with_contents(request: BatchRequest, contents: Sequence[Future[bytes]]) -> BatchRequest:
+    return request._replace(fetched=[content.result() for content in contents])
 
 
 class _ReusedLoader:

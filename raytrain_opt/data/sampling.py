@@ -7,7 +7,7 @@
 
     validation split   first n samples of a permutation by G(s, VALIDATION_SPLIT, 0, 0)
     order of an epoch  permutation of the training samples by G(s, ORDER, e, 0); of a balanced
-                       epoch, which also draws them by it, see `EpochOrders`
+                       epoch, which also draws them by it, see `draw_balanced`
     by length          each w B samples of an order sorted by length, then its full batches in an
                        order by G(s, ORDER, e, 1)
     crop, flip         row i of the draws of G(s, CROP, e, t), G(s, FLIP, e, t) belongs to the
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -37,8 +38,6 @@ from raytrain_opt.errors import DataError
 from raytrain_opt.results import EVAL_BLOCK_SIZE
 
 Indices = npt.NDArray[np.int64]
-# Shuffles indices; data in several files keep those of a file together.
-Permutation = Callable[[np.random.Generator, Indices], Indices]
 # Takes samples to train on, an epoch and a generator; returns as many of them, in an order.
 Sampler = Callable[[Indices, int, np.random.Generator], Indices]
 
@@ -80,12 +79,7 @@ def sample_seed(seed: int, purpose: Purpose, epoch: int, index: int) -> int:
     return int(_philox(seed, purpose, epoch, index).random_raw()) >> 32
 
 
-def split_validation(
-    size: int,
-    hold_out: HoldOut,
-    seed: int,
-    permutation: Permutation = np.random.Generator.permutation,
-) -> tuple[Indices, Indices]:
+def split_validation(size: int, hold_out: HoldOut, seed: int) -> tuple[Indices, Indices]:
     """Split `size` samples into sorted indices (to train on, to validate on).
 
     Raises DataError when no training sample is left.
@@ -95,13 +89,8 @@ def split_validation(
         rule = f"the validation split takes all {size} samples, so no sample is left to train on"
         hint = f"use more samples, or data.validation_fraction: 0 (now {hold_out.fraction})"
         raise DataError("data", f"{rule}; {hint}")
-    shuffled = _shuffle(size, seed, permutation)
+    shuffled = generator(seed, Purpose.VALIDATION_SPLIT).permutation(size)
     return np.sort(shuffled[count:]), np.sort(shuffled[:count])
-
-
-def _shuffle(size: int, seed: int, permutation: Permutation) -> Indices:
-    """Return the samples in the order in which a validation split takes them."""
-    return permutation(generator(seed, Purpose.VALIDATION_SPLIT), np.arange(size))
 
 
 class TrainingSplit:
@@ -117,27 +106,29 @@ class TrainingSplit:
         size: int,
         hold_out: HoldOut,
         seed: int,
-        permutation: Permutation = np.random.Generator.permutation,
-        balanced_labels: Indices | None = None,
         *,
+        balanced_labels: Indices | None = None,
         sampler: Sampler | None = None,
         lengths: Indices | None = None,
         window: int = 1,
     ) -> None:
-        """lengths: of all samples, to sort each `window` global batches of an order by them."""
-        searched, self.validation = split_validation(size, hold_out, seed, permutation)
-        self._size, self._seed, self._permutation = size, seed, permutation
+        """balanced_labels: classes of all samples, for epochs with equally many of each.
+
+        sampler: takes the place of all other orders. lengths: of all samples, to sort each
+        `window` global batches of an order by them.
+        """
+        self.search, self.validation = split_validation(size, hold_out, seed)
+        self.training = np.arange(size) if hold_out.only_in_search else self.search
+        self._size, self._seed = size, seed
+        self._labels, self._sampler = balanced_labels, sampler
         self._lengths, self._window = lengths, window
-        settings = (seed, permutation, balanced_labels, sampler)
-        self.search = EpochOrders(searched, *settings)
-        self.training = (
-            EpochOrders(np.arange(size), *settings) if hold_out.only_in_search else self.search
-        )
+        # An epoch is read in many parts.
+        self._order = lru_cache(2)(self._draw_order)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
         """Samples of the training, of the search and of the validation split."""
-        return len(self.training.samples), len(self.search.samples), len(self.validation)
+        return len(self.training), len(self.search), len(self.validation)
 
     def order(
         self, epoch: int, *, search: bool, held_out: int = 0, global_batch_size: int = 1
@@ -145,11 +136,13 @@ class TrainingSplit:
         """Return the order of an epoch, for candidates or for the training.
 
         held_out: first samples of the validation split, in whose place the training takes others.
-        Each is one that comes a little later in the epoch, for data in several files.
+        Callers must not write to the order.
         """
-        order = (self.search if search else self.training).order(epoch)
+        order = self._order(epoch, search)
         if held_out:
-            is_left_out = np.isin(order, self._shuffled()[:held_out])
+            random = generator(self._seed, Purpose.VALIDATION_SPLIT)
+            shuffled = random.permutation(self._size)
+            is_left_out = np.isin(order, shuffled[:held_out])
             others = order[~is_left_out]
             order = np.where(is_left_out, others[np.arange(len(order)) % len(others)], order)
         if self._lengths is None:
@@ -157,8 +150,31 @@ class TrainingSplit:
         random = generator(self._seed, Purpose.ORDER, epoch, 1)
         return group_by_length(order, self._lengths, self._window, global_batch_size, random)
 
-    def _shuffled(self) -> Indices:
-        return _shuffle(self._size, self._seed, self._permutation)
+    def _draw_order(self, epoch: int, search: bool) -> Indices:
+        samples = self.search if search else self.training
+        random = generator(self._seed, Purpose.ORDER, epoch)
+        if self._sampler is not None:
+            return self._sampler(samples, epoch, random)
+        if self._labels is not None:
+            samples = draw_balanced(samples, self._labels, random)
+        return random.permutation(samples)
+
+
+def draw_balanced(samples: Indices, labels: Indices, random: np.random.Generator) -> Indices:
+    """Return as many samples as there are, equally many of each class, sorted.
+
+    Some of small classes come again, only some of large classes come, others in the next epoch.
+    Counts of samples of one class differ by at most one.
+    """
+    by_class = samples[np.argsort(labels[samples], kind="stable")]
+    classes = np.split(by_class, np.flatnonzero(np.diff(labels[by_class])) + 1)
+    shares = np.full(len(classes), len(samples) // len(classes))
+    shares[random.permutation(len(shares))[: len(samples) - shares.sum()]] += 1
+    drawn = []
+    for members, share in zip(classes, shares, strict=True):
+        times, rest = divmod(share, len(members))
+        drawn += [np.tile(members, times), random.permutation(members)[:rest]]
+    return np.sort(np.concatenate(drawn))
 
 
 def group_by_length(
@@ -192,58 +208,6 @@ def own_sampler(name: str | Sampler) -> Sampler | None:
         return order.astype(np.int64)
 
     return draw
-
-
-class EpochOrders:
-    """The orders of the epochs of one training set; the last one is cached.
-
-    With `balanced_labels`, the class of every sample, it takes equally many of each class: some
-    samples of small classes again, only some of large classes, others in the next epoch. A
-    `sampler` takes the place of all this.
-    """
-
-    def __init__(
-        self,
-        samples: Indices,
-        seed: int,
-        permutation: Permutation = np.random.Generator.permutation,
-        balanced_labels: Indices | None = None,
-        sampler: Sampler | None = None,
-    ) -> None:
-        self.samples = samples
-        self._seed, self._permutation, self._sampler = seed, permutation, sampler
-        self._classes: list[Indices] = []
-        if balanced_labels is not None:
-            labels = balanced_labels[samples]
-            by_class = np.argsort(labels, kind="stable")
-            ends = np.flatnonzero(np.diff(labels[by_class])) + 1
-            self._classes = np.split(samples[by_class], ends)
-        self._last: tuple[int, Indices] | None = None
-
-    def order(self, epoch: int) -> Indices:
-        """Return the order of an epoch; callers must not write to it."""
-        if self._last is None or self._last[0] != epoch:
-            random = generator(self._seed, Purpose.ORDER, epoch)
-            if self._sampler is not None:
-                order = self._sampler(self.samples, epoch, random)
-            else:
-                samples = self._draw(random) if self._classes else self.samples
-                order = self._permutation(random, samples)
-            self._last = epoch, order
-        return self._last[1]
-
-    def _draw(self, random: np.random.Generator) -> Indices:
-        """Return as many samples as there are, equally many of each class, sorted.
-
-        Counts of samples of one class differ by at most one.
-        """
-        shares = np.full(len(self._classes), len(self.samples) // len(self._classes))
-        shares[random.permutation(len(shares))[: len(self.samples) - shares.sum()]] += 1
-        drawn = []
-        for members, share in zip(self._classes, shares, strict=True):
-            times, rest = divmod(share, len(members))
-            drawn += [np.tile(members, times), random.permutation(members)[:rest]]
-        return np.sort(np.concatenate(drawn))
 
 
 class MicroBatch(NamedTuple):

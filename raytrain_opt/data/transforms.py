@@ -185,7 +185,7 @@ def resolve_preprocessing(
     """
     mean_std = explicit_mean_std(normalize, shape[0]) if shape else None
     if is_image and mean_std is None:
-        mean_std = auto if auto and normalize == "auto" else ([0.0], [1.0])
+        mean_std = auto or ([0.0], [1.0])
     plain = None if mean_std is None else (list(mean_std[0]), list(mean_std[1]))
     return Preprocessing(is_image, plain, center_crop)
 

@@ -13,11 +13,11 @@ from torch.utils.data import IterableDataset
 from raytrain_opt.config.data import DatasetData
 from raytrain_opt.config.load import resolve_function
 from raytrain_opt.config.section import Instance, function_name
-from raytrain_opt.data.base import channel_axis, digest, layout_note
+from raytrain_opt.data.base import SourceSplit, channel_axis, digest, layout_note
 from raytrain_opt.data.batch_reader import cause
 from raytrain_opt.data.nesting import leaves, map_leaves
 from raytrain_opt.data.sampling import Indices, Purpose, sample_seed
-from raytrain_opt.data.source import Sample, SampleSource, SourceSplit
+from raytrain_opt.data.source import Sample, SampleSource
 from raytrain_opt.errors import DataError
 from raytrain_opt.random_state import seeded
 
@@ -52,18 +52,16 @@ class UserDatasetSource(SampleSource):
         own = None if section.collate else getattr(self._datasets["test"], "collate_fn", None)
         self._collate_test = own or self._collate
         self.example = self._probe(section.on_unreadable == "skip")
-        first = next(leaves(self.example))
-        self.sample_shape: tuple[int, ...] = tuple(first.shape)
-        if self._collate is not None:
-            self.sample_shape = self.sample_shape[1:]
-        self.is_image = classification and first.dtype == torch.uint8 and self._collate is None
+        first, is_batch = next(leaves(self.example)), self._collate is not None
+        self.sample_shape = tuple(first.shape[1:] if is_batch else first.shape)
+        self.is_image = classification and first.dtype == torch.uint8 and not is_batch
+        self.labels = self._targets()
         self._expected = self._describe(self.example)
         if section.group_by_length is not None:
             self.lengths, self.window = self._lengths(), section.group_by_length
 
-    @property
-    def labels(self) -> Indices | None:
-        """The classes of the training samples: `targets`, as torchvision's Datasets have them."""
+    def _targets(self) -> Indices | None:
+        """Return the classes of the training samples, named as by torchvision's Datasets."""
         train = self._datasets["train"]
         try:
             labels = np.asarray(getattr(train, "targets", ()))
@@ -83,7 +81,9 @@ class UserDatasetSource(SampleSource):
         """Return the number of samples."""
         return len(self._datasets[split])
 
-    def read(self, split: SourceSplit, index: int, augment: bool) -> Sample:
+    def read(
+        self, split: SourceSplit, index: int, augment: bool, fetched: bytes | None = None
+    ) -> Sample:
         """Return one checked sample; `augment` is unused, as the Dataset itself augments."""
         if self._collate is not None:
             return self._datasets[split][index]

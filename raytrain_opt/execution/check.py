@@ -242,7 +242,6 @@ def _try_model(
     """Try model, loss and the first step."""
     import torch
 
-    from raytrain_opt.data.nesting import map_leaves
     from raytrain_opt.optim.factory import build_optimizer
     from raytrain_opt.train.step_check import check_steps
 
@@ -250,25 +249,15 @@ def _try_model(
         if not torch.is_tensor(value):  # of `get_extra_state`
             rule = f"state_dict() must hold tensors only, but {name} is a {type(value).__name__}"
             raise JobError([Problem("model.name", rule, hint="store it as a buffer")])
-    train, test = samples
+    own = [o for o in job.optimizers if is_function_name(o.name)]
+    optimizers = [build_optimizer(o, model, steps_per_epoch=1) for o in own]
     try:
-        own = [o for o in job.optimizers if is_function_name(o.name)]
-        optimizers = [build_optimizer(o, model, steps_per_epoch=1) for o in own]
-        check_steps(task, model, train, test, num_classes, optimizers)
+        check_steps(task, model, *samples, num_classes, optimizers)
     except (DataError, JobError) as error:
-        if not job.channels_last:
+        if not job.channels_last or "view size is not compatible" not in str(error):
             raise
-        contiguous = job.model_copy(update={"channels_last": False})
-        model = model.to(memory_format=torch.contiguous_format)
-        pair = [replace(b, x=map_leaves(torch.Tensor.contiguous, b.x)) for b in samples]
-        if problems_of(
-            lambda: _try_model(contiguous, task, model, (pair[0], pair[1]), num_classes)
-        ):
-            raise
-        problem = error.problems[0] if isinstance(error, JobError) else error.problem
-        hint = "or call reshape(…) in forward in place of view(…)"
-        rule = f"must be false for this network: {problem.rule}"
-        raise JobError([Problem("channels_last", rule, "true", hint)]) from error
+        rule = "must be false for this network, which calls view; or call reshape(…) in its place"
+        raise JobError([Problem("channels_last", rule, "true")]) from error
 
 
 def _check_callbacks(names: Sequence[str | Callable[..., Any]]) -> list[Problem]:

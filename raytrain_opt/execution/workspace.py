@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,10 +22,9 @@ from raytrain_opt.errors import CheckpointError, DataError, JobError, Problem, S
 from raytrain_opt.execution.progress import RunProgress, Startup
 from raytrain_opt.execution.resume import check_edited_job, resume_command
 from raytrain_opt.execution.signals import StopRequest, stop_on_signals
-from raytrain_opt.paths import RunPaths, find_runs
+from raytrain_opt.paths import RunPaths
 from raytrain_opt.recording.recorder import check_records
-from raytrain_opt.remote import INDEX, RAY_FOLDER
-from raytrain_opt.storage import is_remote, open_plain, remove_tree, write_text
+from raytrain_opt.storage import open_plain, remove_tree, write_text
 from raytrain_opt.temporary import remove_abandoned
 from raytrain_opt.terminal import Terminal, open_terminal
 from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
@@ -33,8 +32,6 @@ from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_ind
 _LOCK = ".lock"
 # What flock raises on a file system without locks, as some network file systems are.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
-# Names in a run directory before its first record, beside hidden ones.
-_START = {"job.yaml", "checkpoints", "tensorboard", RAY_FOLDER}
 # `is_locked` holds the lock for microseconds; a run that starts just then tries once more.
 _RETRY_S = 0.2
 
@@ -84,7 +81,7 @@ def open_workspace(
     with ExitStack() as stack:
         stack.callback(paths.release)
         with _writing(paths, job, resume):
-            _remove_abandoned(job.storage_path)
+            remove_abandoned()
             if not resume:
                 paths.claim()
             sign_lock = stack.enter_context(lock_run_directory(paths.local))
@@ -136,14 +133,6 @@ def _writing(paths: RunPaths, job: Job, resume: str | None) -> Iterator[None]:
         field, path = ("--resume", resume) if resume else ("storage_path", job.storage_path)
         rule = f"cannot be written: {error}"
         raise JobError([Problem(field, rule, repr(path))]) from error
-
-
-def _remove_abandoned(storage_path: str) -> None:
-    """Remove what killed runs of this user have left on this machine and nobody needs."""
-    remove_abandoned()
-    for run in () if is_remote(storage_path) else find_runs(storage_path):
-        with suppress(OSError):
-            remove_if_abandoned(Path(run.run_dir))
 
 
 def _check_latest(
@@ -222,18 +211,6 @@ def _lock_exclusively(file: TextIO) -> None:
     except BlockingIOError:
         time.sleep(_RETRY_S)
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def remove_if_abandoned(run_dir: Path) -> None:
-    """Remove the directory of a run that was killed on this machine before it had any result."""
-    names = {path.name for path in run_dir.iterdir() if not path.name.startswith(".")}
-    if names <= _START and not (run_dir / INDEX).exists():
-        with open(run_dir / _LOCK, "r+", errors="replace", opener=open_plain) as file:
-            # Elsewhere a process may hold the lock although none is seen from here.
-            is_here = f" on {socket.gethostname()} " in file.read(1000)
-            if is_here and os.fstat(file.fileno()).st_uid == os.geteuid():
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                remove_tree(run_dir)
 
 
 def is_locked(run_dir: Path) -> bool:

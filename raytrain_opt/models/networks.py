@@ -70,133 +70,95 @@ def _conv(in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> 
     return nn.Conv2d(in_channels, out_channels, kernel, stride, padding, bias=False)
 
 
-def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | None:
-    """Return a projection where the shape changes, else None: the input itself is added."""
-    if stride == 1 and in_channels == out_channels:
-        return None
-    return nn.Sequential(_conv(in_channels, out_channels, 1, stride), nn.BatchNorm2d(out_channels))
+class ResidualBlock(nn.Module):
+    """Convolutions, each with batch norm, and a shortcut: [N, C, H, W] -> [N, C', H/s, W/s].
 
-
-class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut: [N, C, H, W] -> [N, width, H/stride, W/stride]."""
-
-    expansion = 1
-
-    def __init__(self, in_channels: int, width: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = _conv(in_channels, width, 3, stride)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.relu = nn.ReLU(inplace=True)
-        self.conv2 = _conv(width, width, 3)
-        self.bn2 = nn.BatchNorm2d(width)
-        self.downsample = _shortcut(in_channels, width, stride)
-
-    def forward(self, x: Tensor) -> Tensor:
-        shortcut = x if self.downsample is None else self.downsample(x)
-        out = self.relu(self.bn1(self.conv1(x)))
-        out = self.bn2(self.conv2(out))
-        out += shortcut
-        return self.relu(out)  # type: ignore[no-any-return]
-
-
-class Bottleneck(nn.Module):
-    """1x1, 3x3, 1x1 and a shortcut: [N, C, H, W] -> [N, 4 width, H/stride, W/stride]."""
-
-    expansion = 4
-
-    def __init__(self, in_channels: int, width: int, stride: int) -> None:
-        super().__init__()
-        out_channels = width * self.expansion
-        self.conv1 = _conv(in_channels, width, 1)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.conv2 = _conv(width, width, 3, stride)
-        self.bn2 = nn.BatchNorm2d(width)
-        self.conv3 = _conv(width, out_channels, 1)
-        self.bn3 = nn.BatchNorm2d(out_channels)
-        self.relu = nn.ReLU(inplace=True)
-        self.downsample = _shortcut(in_channels, out_channels, stride)
-
-    def forward(self, x: Tensor) -> Tensor:
-        shortcut = x if self.downsample is None else self.downsample(x)
-        out = self.relu(self.bn1(self.conv1(x)))
-        out = self.relu(self.bn2(self.conv2(out)))
-        out = self.bn3(self.conv3(out))
-        out += shortcut
-        return self.relu(out)  # type: ignore[no-any-return]
-
-
-class ResNet(nn.Module):
-    """Input [N, C, H, W], output [N, num_classes]; `blocks[i]` residual blocks in stage i + 1."""
+    Convolution i has `kernels[i]` and `widths[i]` output channels; the first one with a 3x3 kernel
+    has the stride s. Where the shape changes, the shortcut is a projection.
+    """
 
     def __init__(
-        self,
-        block: type[BasicBlock] | type[Bottleneck],
-        blocks: tuple[int, ...],
-        *,
-        width: int,
-        in_channels: int,
-        num_classes: int,
+        self, in_channels: int, kernels: tuple[int, ...], widths: tuple[int, ...], stride: int
     ) -> None:
         super().__init__()
-        self.conv1 = _conv(in_channels, width, 3)
-        self.bn1 = nn.BatchNorm2d(width)
+        channels, self._count = (in_channels, *widths), len(kernels)
+        for i, kernel in enumerate(kernels):
+            own_stride = stride if i == kernels.index(3) else 1
+            convolution = _conv(channels[i], channels[i + 1], kernel, own_stride)
+            self.add_module(f"conv{i + 1}", convolution)
+            self.add_module(f"bn{i + 1}", nn.BatchNorm2d(channels[i + 1]))
         self.relu = nn.ReLU(inplace=True)
-        self._stages: list[str] = []
-        channels = width
-        for index, count in enumerate(blocks):
-            stage = nn.Sequential()
-            for block_index in range(count):
-                stride = 2 if index > 0 and block_index == 0 else 1
-                stage.append(block(channels, width * 2**index, stride))
-                channels = width * 2**index * block.expansion
-            self._stages.append(f"layer{index + 1}")
-            self.add_module(self._stages[-1], stage)
-        self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(channels, num_classes)
-        he_init(self, self.fc)
+        self.downsample: nn.Sequential | None = None
+        if stride != 1 or in_channels != widths[-1]:
+            projection = _conv(in_channels, widths[-1], 1, stride)
+            self.downsample = nn.Sequential(projection, nn.BatchNorm2d(widths[-1]))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.relu(self.bn1(self.conv1(x)))
-        for stage in self._stages:
-            x = getattr(self, stage)(x)
-        return self.fc(self.avgpool(x).flatten(1))  # type: ignore[no-any-return]
+        out = x
+        for i in range(1, self._count + 1):
+            out = self.relu(out) if i > 1 else out
+            out = getattr(self, f"bn{i}")(getattr(self, f"conv{i}")(out))
+        out += x if self.downsample is None else self.downsample(x)
+        return self.relu(out)  # type: ignore[no-any-return]
 
 
 def _resnet(
     name: str,
-    block: type[BasicBlock] | type[Bottleneck],
+    kernels: tuple[int, ...],
     blocks: tuple[int, ...],
     *,
     num_classes: int,
     sample_shape: tuple[int, ...],
     width: int,
-) -> ResNet:
-    """Build a network for images of any size and number of channels (made for 32x32)."""
-    channels, _, _ = image_shape(sample_shape, name)
+) -> nn.Module:
+    """Build a network for images of any size and number of channels (made for 32x32).
+
+    `blocks[i]` residual blocks in stage i + 1, of two 3x3 convolutions or of a bottleneck.
+    """
+    in_channels, _, _ = image_shape(sample_shape, name)
     width = require_positive("width", width)
-    return ResNet(block, blocks, width=width, in_channels=channels, num_classes=num_classes)
+    model = nn.Sequential()
+    model.add_module("conv1", _conv(in_channels, width, 3))
+    model.add_module("bn1", nn.BatchNorm2d(width))
+    model.add_module("relu", nn.ReLU(inplace=True))
+    channels = width
+    for stage, count in enumerate(blocks):
+        inner = width * 2**stage
+        widths = (inner, inner) if len(kernels) == 2 else (inner, inner, 4 * inner)
+        layer = nn.Sequential()
+        for block in range(count):
+            stride = 2 if stage > 0 and block == 0 else 1
+            layer.append(ResidualBlock(channels, kernels, widths, stride))
+            channels = widths[-1]
+        model.add_module(f"layer{stage + 1}", layer)
+    model.add_module("avgpool", nn.AdaptiveAvgPool2d(1))
+    model.add_module("flatten", nn.Flatten())
+    classifier = nn.Linear(channels, num_classes)
+    model.add_module("fc", classifier)
+    he_init(model, classifier)
+    return model
 
 
+_BASIC, _BOTTLENECK = (3, 3), (1, 3, 1)
 # The paper's CIFAR network (section 4.2) with n = 1: 78,042 parameters. Where the shape changes,
 # the shortcut is a projection (the paper's option B).
-resnet8 = partial(_resnet, "resnet8", BasicBlock, (1, 1, 1), width=16)
+resnet8 = partial(_resnet, "resnet8", _BASIC, (1, 1, 1), width=16)
 # Table 1 with a 3x3 stem: 11,173,962 and 23,520,842 parameters.
-cifar_resnet18 = partial(_resnet, "cifar_resnet18", BasicBlock, (2, 2, 2, 2), width=64)
-cifar_resnet50 = partial(_resnet, "cifar_resnet50", Bottleneck, (3, 4, 6, 3), width=64)
+cifar_resnet18 = partial(_resnet, "cifar_resnet18", _BASIC, (2, 2, 2, 2), width=64)
+cifar_resnet50 = partial(_resnet, "cifar_resnet50", _BOTTLENECK, (3, 4, 6, 3), width=64)
 # Serizawa and Tatebe report 45 convolutions in blocks of three: 15 blocks, where ResNet-50 has 16;
 # which block is missing is our reading. With the stem and four projections, 50 convolutions and
 # 22,403,658 parameters.
-cifar_resnet45 = partial(_resnet, "cifar_resnet45", Bottleneck, (3, 4, 5, 3), width=64)
+cifar_resnet45 = partial(_resnet, "cifar_resnet45", _BOTTLENECK, (3, 4, 5, 3), width=64)
 
 
 def resnet45(*, num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
     """Build it with the stem for ImageNet: torchvision's ResNet-50 without one block."""
-    from torchvision.models.resnet import Bottleneck as ImageNetBottleneck
-    from torchvision.models.resnet import ResNet as ImageNetResNet
+    from torchvision.models.resnet import Bottleneck, ResNet
 
     if image_shape(sample_shape, "resnet45")[0] != 3:
         raise DataError("model", "resnet45 takes images of 3 channels; use cifar_resnet45")
-    model: nn.Module = ImageNetResNet(ImageNetBottleneck, [3, 4, 5, 3], num_classes=num_classes)
+    model: nn.Module = ResNet(Bottleneck, [3, 4, 5, 3], num_classes=num_classes)
     return model
 
 
@@ -237,52 +199,6 @@ _GROUPS = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 51
 _REDUCTION = 2 ** len(_GROUPS)
 
 
-class Vgg16(nn.Module):
-    """13 3x3 convolutions with relu, 5 max-pools, 2 linear layers: [N, C, H, W] -> [N, classes].
-
-    The first linear layer sees all positions that the pools leave (one for 32x32), so an
-    instance takes images of one size.
-    """
-
-    def __init__(
-        self,
-        shape: tuple[int, int, int],
-        num_classes: int,
-        normalize_convolutions: bool,
-        hidden: int,
-        dropout: float,
-    ) -> None:
-        super().__init__()
-        channels, height, width = shape
-        self.features = _features(channels, normalize_convolutions)
-        positions = (height // _REDUCTION) * (width // _REDUCTION)
-        self.fc1 = nn.Linear(_GROUPS[-1][-1] * positions, hidden)
-        self.bn_fc1 = nn.BatchNorm1d(hidden)
-        self.relu = nn.ReLU(inplace=True)
-        self.dropout = nn.Dropout(dropout)
-        self.fc2 = nn.Linear(hidden, num_classes)
-        he_init(self, self.fc2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.features(x).flatten(1)
-        x = self.relu(self.bn_fc1(self.fc1(x)))
-        return self.fc2(self.dropout(x))  # type: ignore[no-any-return]
-
-
-def _features(channels: int, batch_norm: bool) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for group in _GROUPS:
-        for out_channels in group:
-            # A bias would be undone by the normalization that follows.
-            layers.append(nn.Conv2d(channels, out_channels, 3, padding=1, bias=not batch_norm))
-            if batch_norm:
-                layers.append(nn.BatchNorm2d(out_channels))
-            layers.append(nn.ReLU(inplace=True))
-            channels = out_channels
-        layers.append(nn.MaxPool2d(2))
-    return nn.Sequential(*layers)
-
-
 def _vgg16(
     name: str,
     normalize_convolutions: bool,
@@ -291,15 +207,33 @@ def _vgg16(
     sample_shape: tuple[int, ...],
     hidden: int = 512,
     dropout: float = 0.0,
-) -> Vgg16:
-    """Build it with `hidden` features between the linear layers. Raises DataError below 32x32."""
-    shape = image_shape(sample_shape, name)
-    if min(shape[1:]) < _REDUCTION:
+) -> nn.Module:
+    """Build 13 3x3 convolutions with relu, 5 max-pools, 2 linear layers, `hidden` between them.
+
+    The first linear layer sees all positions that the pools leave (one for 32x32), so it takes
+    images of one size. Raises DataError below 32x32.
+    """
+    channels, height, width = image_shape(sample_shape, name)
+    if min(height, width) < _REDUCTION:
         rule = f"{name} halves images 5 times and needs at least {_REDUCTION}x{_REDUCTION} pixels"
         hint = "Use resnet8, cifar_resnet18 or small_cnn, or larger images."
-        raise DataError("model.name", f"{rule}; these data have {shape[1]}x{shape[2]}. {hint}")
+        raise DataError("model.name", f"{rule}; these data have {height}x{width}. {hint}")
     require_positive("hidden", hidden)
-    return Vgg16(shape, num_classes, normalize_convolutions, hidden, dropout)
+    layers: list[nn.Module] = []
+    for group in _GROUPS:
+        for out_channels in group:
+            layer = _layer(channels, out_channels, stride=1)
+            if not normalize_convolutions:
+                layer = [nn.Conv2d(channels, out_channels, 3, padding=1), layer[-1]]
+            layers += layer
+            channels = out_channels
+        layers.append(nn.MaxPool2d(2))
+    positions = (height // _REDUCTION) * (width // _REDUCTION)
+    layers += [nn.Flatten(), nn.Linear(channels * positions, hidden), nn.BatchNorm1d(hidden)]
+    classifier = nn.Linear(hidden, num_classes)
+    model = nn.Sequential(*layers, nn.ReLU(inplace=True), nn.Dropout(dropout), classifier)
+    he_init(model, classifier)
+    return model
 
 
 # A normalization after every convolution and the first linear layer, as in Chainer's sample for

@@ -14,12 +14,10 @@ from datetime import timedelta
 from importlib import import_module
 from typing import Any, Literal, TypeVar, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig
-from torch import Tensor
 
 from raytrain_opt.cluster.ray_private import dump_command
 
@@ -29,11 +27,6 @@ _TCPStore = _rendezvous.TCPStore
 
 # Ranks wait for the next command as long as the search by slots takes, or the driver lives.
 _NO_LIMIT = timedelta(days=1000)
-
-# Bytes of a message that go in one collective: enough for nearly all commands and replies. Several
-# collectives each wait for all ranks, which takes as long as the command on a busy machine.
-# torch's object collectives need two: a command to 8 workers on 2 cores took 28 ms, not 12.
-_HEAD = 4096
 
 T = TypeVar("T")
 
@@ -61,36 +54,18 @@ class CommandGroup:
 
     def broadcast(self, value: T | None) -> T:
         """Return the value of the first rank."""
-        if self.rank == 0:
-            head, rest = _split(self._dump(value))
-            dist.broadcast(head, 0, self._group)
-            if len(rest):
-                dist.broadcast(rest, 0, self._group)
-            return cast(T, value)
-        head = torch.empty(_HEAD, dtype=torch.uint8)
-        dist.broadcast(head, 0, self._group)
-        rest = torch.empty(_rest_of(head), dtype=torch.uint8)
-        if len(rest):
-            dist.broadcast(rest, 0, self._group)
-        return cast(T, _join(head, rest))
+        content = [b"" if self.rank else self._dump(value)]
+        dist.broadcast_object_list(content, 0, self._group)
+        return cast(T, pickle.loads(content[0]) if self.rank else value)
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, on the first rank; on the others nothing."""
         if self.rank:
-            head, rest = _split(self._dump(value))
-            dist.gather(head, dst=0, group=self._group)
-            if len(rest):
-                dist.send(rest, 0, self._group)
+            dist.gather_object(self._dump(value), None, 0, self._group)
             return []
-        heads = [torch.zeros(_HEAD, dtype=torch.uint8) for _ in range(self.size)]
-        dist.gather(heads[0], heads, dst=0, group=self._group)
-        values = [value]  # the first rank's own is not copied
-        for rank, head in enumerate(heads[1:], 1):
-            rest = torch.empty(_rest_of(head), dtype=torch.uint8)
-            if len(rest):
-                dist.recv(rest, rank, self._group)
-            values.append(_join(head, rest))
-        return values
+        contents: list[Any] = [None] * self.size
+        dist.gather_object(b"", contents, 0, self._group)
+        return [value, *map(pickle.loads, contents[1:])]  # the first rank's own is not copied
 
     def all(self, flag: bool) -> bool:
         """Return whether the flag is true on all ranks."""
@@ -102,23 +77,6 @@ class CommandGroup:
         """Let the first rank know values; return the latest of all ranks there."""
         self._store.set(self._keys[self.rank], json.dumps(values))
         return [] if self.rank else [*map(json.loads, self._store.multi_get(self._keys))]
-
-
-def _split(content: bytes) -> tuple[Tensor, Tensor]:
-    """Return a message as its head, which begins with its length, and what has no room in it."""
-    message = np.frombuffer(len(content).to_bytes(8, "little") + content, np.uint8)
-    head = np.zeros(_HEAD, np.uint8)
-    head[: len(message)] = message[:_HEAD]
-    return torch.from_numpy(head), torch.from_numpy(message[_HEAD:].copy())
-
-
-def _rest_of(head: Tensor) -> int:
-    return max(0, 8 + int.from_bytes(head[:8].numpy().tobytes(), "little") - _HEAD)
-
-
-def _join(head: Tensor, rest: Tensor) -> Any:
-    content = torch.cat([head, rest]).numpy().tobytes()
-    return pickle.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
 
 
 def listen_on_one_address() -> None:

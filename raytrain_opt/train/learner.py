@@ -14,7 +14,6 @@ from functools import partial
 from itertools import product
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from raytrain_opt.clock import monotonic_s
@@ -111,8 +110,7 @@ class Learner:
             seed=config.seed,
             channels_last=config.channels_last,
         ).to(self.device)
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
-        model = batch_norm.prepare_batch_norm(model, config.batch_norm, world_size=world_size)
+        batch_norm.set_momentum(model, config.batch_norm.momentum)
         batch_norm.freeze_statistics(model, config.model.freeze)
         return model
 

@@ -172,7 +172,7 @@ def test_the_doctor_reports_two_hosts_without_shared_storage(cluster: Cluster) -
     print(output)
     for about in ("Ray", "job", "versions", "GPUs", "room", "exchange"):
         assert re.search(rf"│ ok +│ {about} ", output), about
-    assert re.search(r"│ warning │ storage .*worker does not see", output)
+    assert re.search(r"│ warning │ storage .*worker: does not see", output)
     assert "2 workers on 2 nodes with gloo" in output
 
 

@@ -161,7 +161,7 @@ def train_from_shards(folder: Path, rank: int, world_size: int) -> dict[str, Any
         folder / f"images-{rank}", str(folder / f"shards-{rank}"), 5000, lambda _: None
     )
     data = {"name": "shards", "train": patterns[0], "test": patterns[1], "image_size": 8}
-    data |= {"shuffle_shards": 2, "cache": str(folder / "cache"), "loader_workers": 1}
+    data |= {"cache": str(folder / "cache"), "loader_workers": 1}
     schedule = {"policy": "schedule", "shape": "constant"}
     planned = job(plain_net, 8, data=data | {"drop_last": False}, learning_rate=schedule)
     samples, states = [], []

@@ -6,19 +6,16 @@ import os
 import random
 import re
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 import ray
-import torch
 
 from raytrain_opt import RunResult, run
 from raytrain_opt.cluster.connection import free_resources
 from raytrain_opt.commands.doctor import diagnose
 from raytrain_opt.paths import RunPaths
-from raytrain_opt.train.checkpoint import read_index, read_weights
 from tests.support.faults import injected
 from tests.support.s3_server import S3Server, cut, refuse
 from tests.support.small_jobs import quickstart, read_lines, small_job, without_times
@@ -114,27 +111,6 @@ def test_killed_processes_are_restarted_and_nothing_changes(
     assert disturbed.test_metric == recorded["test_metrics"]["accuracy"]
 
 
-def test_two_runs_in_two_threads_of_one_process_do_not_disturb_each_other(tmp_path: Path) -> None:
-    def train(name: str) -> RunResult:
-        schedule = {"policy": "schedule", "initial": 0.1}
-        worker = {"count": 1, "threads": 1}
-        return run(small_job(tmp_path / name, learning_rate=schedule, workers=worker, slots={}))
-
-    with ThreadPoolExecutor() as threads:
-        results = list(threads.map(train, ("first", "second")))
-    began_s, ended_s = (
-        [Path(result.run_dir, name).stat().st_mtime for result in results]
-        for name in ("job.yaml", "result.json")
-    )
-    assert max(began_s) < min(ended_s)
-    alone = train("alone")
-    for result in results:
-        assert result.test_metric == alone.test_metric
-        weights = _final_weights(result)
-        for name, expected in _final_weights(alone).items():
-            assert torch.equal(weights[name], expected), name
-
-
 def test_resources_that_others_hold_are_not_free() -> None:
     def wait_for(free_cpus: int) -> None:
         deadline_s = time.monotonic() + 60
@@ -149,11 +125,6 @@ def test_resources_that_others_hold_are_not_free() -> None:
     wait_for(1)
     ray.util.remove_placement_group(group)
     wait_for(2)
-
-
-def _final_weights(result: RunResult) -> dict[str, torch.Tensor]:
-    folder = Path(result.run_dir) / "checkpoints"
-    return read_weights(folder / read_index(folder)[-1].folder)
 
 
 def _descendants() -> list[psutil.Process]:

@@ -111,20 +111,6 @@ def test_a_cluster_starts_its_processes_by_itself(calls: list[Any]) -> None:
     assert calls == [("auto", None, None), "shutdown"]
 
 
-def test_runs_of_one_process_share_the_ray_of_the_first_until_the_last_ends(
-    calls: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ray, "is_initialized", lambda: "shutdown" not in calls and bool(calls))
-    first = connection.ray_session(None, verbose=False)
-    second = connection.ray_session(None, verbose=False)
-    assert first.__enter__()
-    assert second.__enter__()
-    first.__exit__(None, None, None)
-    assert len(calls) == 1
-    second.__exit__(None, None, None)
-    assert calls[1:] == ["shutdown", "server ended"]
-
-
 def test_a_connection_that_existed_before_stays(
     calls: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,102 +1,85 @@
-"""How the doctor judges what nodes report."""
+"""What a node finds about itself, and how the findings of many become one table."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from raytrain_opt import storage
 from raytrain_opt.commands import doctor
-from raytrain_opt.commands.doctor import Finding, NodeFacts, NodeInspector, check_nodes
+from raytrain_opt.commands.doctor import Finding, look_at_node, merged
+from raytrain_opt.config.load import parse_job
 from raytrain_opt.errors import ResourcesError
+from raytrain_opt.recording.recorder import versions
 
-VERSIONS = {"python": "3.11.7", "ray": "2.60.0", "torch": "2.15.0"}
-HEAD, NODE = NodeFacts("head", VERSIONS), NodeFacts("node", VERSIONS)
-WITH_GPUS = replace(NODE, gpus=("NVIDIA H100",) * 2, ray_gpus=2.0)
-LOST = "NVML cannot read the GPUs: GPU is lost"
+H100 = "NVIDIA H100"
 
 
-def findings_of(check: str, *nodes: NodeFacts) -> list[Finding]:
-    return [finding for finding in check_nodes(nodes) if finding.check == check]
-
-
-def test_equal_healthy_nodes_pass_every_check() -> None:
-    findings = check_nodes([HEAD, NODE])
-    assert [(f.check, f.level) for f in findings] == [
-        ("versions", "ok"),
-        ("GPUs", "ok"),
-        ("storage", "ok"),
-    ]
+def look(path: Path, check: str, ray_gpus: float = 0.0, **expected: str) -> Finding:
+    """Return the finding of one check, on a node with the files of the driver in `path`."""
+    data = {"name": "image_folder", "root": "/none"}
+    values = {"model": "resnet18", "data": data, "epochs": 1, "global_batch_size": 8}
+    job = parse_job(values)
+    found = look_at_node({**versions(), **expected}, ray_gpus, job, str(path), "file")
+    (finding,) = (finding for finding in found if finding.check == check)
+    return finding
 
 
 @pytest.mark.parametrize(
-    ("check", "node", "level", "result", "remedy"),
+    ("check", "level", "result", "remedy"),
     [
-        (
-            "versions",
-            replace(NODE, versions={**VERSIONS, "ray": "2.59.1"}),
-            *("error", "ray 2.60.0 on head, 2.59.1 on node", "constraints.txt"),
-        ),
-        ("GPUs", WITH_GPUS, "ok", "node: 2 x NVIDIA H100", ""),
-        (
-            "GPUs",
-            replace(WITH_GPUS, ray_gpus=3.0),
-            *("error", "node: Ray offers 3 GPUs, NVML sees 2", "nvidia-smi"),
-        ),
-        (
-            "GPUs",
-            replace(WITH_GPUS, ray_gpus=0.0),
-            *("warning", "node: 2 x NVIDIA H100, of which Ray offers 0", "CUDA_VISIBLE_DEVICES"),
-        ),
-        ("GPUs", replace(NODE, gpu_error=LOST), "error", f"node: {LOST}", "nvidia-smi"),
-        (
-            "storage",
-            replace(NODE, storage_error="does not see the same files"),
-            *("warning", "node does not see the same files", "only the driver's node (head)"),
-        ),
-        (
-            "data",
-            replace(NODE, data_problems=("data.root: no such folder",)),
-            *("error", "node: data.root: no such folder", "same path on every node"),
-        ),
+        ("versions", "ok", "torch", ""),
+        ("GPUs", "ok", "none", ""),
+        ("storage", "ok", "reads", ""),
+        ("data", "error", "data.root: no such folder", "same path on every node"),
     ],
 )
-def test_a_node_that_differs(
-    check: str, node: NodeFacts, level: str, result: str, remedy: str
+def test_a_node_looks_at_itself(
+    tmp_path: Path, check: str, level: str, result: str, remedy: str
 ) -> None:
-    (finding,) = findings_of(check, HEAD, node)
-    assert (finding.level, finding.result) == (level, result)
+    storage.write(str(tmp_path), "file", b"")
+    finding = look(tmp_path, check)
+    assert (finding.level, result in finding.result) == (level, True)
     assert remedy in finding.remedy
 
 
-def test_a_node_whose_gpus_cannot_be_read_reports_so(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    def lost() -> None:
-        raise ResourcesError(LOST)
-
-    monkeypatch.setattr(doctor, "gpu_names", lost)
-    shared, other = (str(tmp_path_factory.mktemp(name)) for name in ("shared", "other"))
-    storage.write(shared, "file", b"")
-    facts = NodeInspector().facts(None, shared, "file")
-    assert (facts.gpu_error, facts.storage_error) == (LOST, None)
-    assert NodeInspector().facts(None, other, "file").storage_error is not None
+def test_other_versions_and_files_are_named(tmp_path: Path) -> None:
+    finding = look(tmp_path, "versions", ray="2.59.1")
+    assert (finding.level, f"ray {versions()['ray']}, not 2.59.1") == ("error", finding.result)
+    finding = look(tmp_path, "storage")
+    assert (finding.level, "does not see" in finding.result) == ("warning", True)
 
 
 @pytest.mark.parametrize(
-    ("nodes", "duration_s", "level", "figures"),
+    ("names", "ray_gpus", "level", "result"),
     [
-        (1, 2.0, "ok", "0.017 GB/s"),
-        (2, 2.0, "warning", "0.017 GB/s"),
-        (2, 0.035, "ok", "0.96 GB/s"),
+        ([H100, H100], 2.0, "ok", "2 x NVIDIA H100"),
+        ([H100, H100], 3.0, "error", "2 x NVIDIA H100, and Ray offers 3"),
+        ([H100, H100], 0.0, "warning", "2 x NVIDIA H100, and Ray offers 0"),
+        (None, 1.0, "error", "GPU is lost"),
     ],
 )
-def test_an_exchange_is_judged_as_a_ring(
-    nodes: int, duration_s: float, level: str, figures: str
+def test_gpus_are_compared_with_what_ray_offers(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    names: list[str] | None,
+    ray_gpus: float,
+    level: str,
+    result: str,
 ) -> None:
-    finding = doctor.judge_exchange(2, nodes, "nccl", duration_s)
-    assert finding.level == level
-    assert f"over 2 workers on {nodes} node" in finding.result
-    assert figures in finding.result
-    assert ("NCCL_SOCKET_IFNAME" in finding.remedy) == (level == "warning")
+    def gpu_names() -> list[str]:
+        if names is None:
+            raise ResourcesError("GPU is lost")
+        return names
+
+    monkeypatch.setattr(doctor, "gpu_names", gpu_names)
+    finding = look(tmp_path, "GPUs", ray_gpus)
+    assert (finding.level, finding.result) == (level, result)
+    assert ("nvidia-smi" in finding.remedy) == (level != "ok")
+
+
+def test_equal_findings_of_nodes_are_one() -> None:
+    good, bad = Finding("storage", "ok", "reads"), Finding("GPUs", "error", "none")
+    findings = merged([("a", good), ("b", bad), ("c", good)])
+    assert [finding.result for finding in findings] == ["b: none", "a, c: reads"]

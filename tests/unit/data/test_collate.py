@@ -142,12 +142,9 @@ def test_a_sampler_that_returns_other_samples_is_refused(wrong: Any) -> None:
         next(iter(data.train_batches(1, [(0, 0)], 1, 4)))
 
 
-def test_samplers_are_names_or_functions_and_shards_have_none(tmp_path: Path) -> None:
+def test_samplers_are_names_or_functions(tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"data\.sampler: must be random, balanced or package"):
         small_job(tmp_path, data={"name": "digits", "sampler": "weighted"})
-    shards = {"name": "shards", "train": "a.tar", "test": "b.tar", "sampler": "texts:draw"}
-    with pytest.raises(JobError, match=r"data\.sampler: .*all shards at once"):
-        small_job(tmp_path, data=shards)
     job = small_job(tmp_path, data={"name": "digits", "sampler": "texts:draw"})
     assert ("data.sampler", "texts:draw") in job.functions
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from raytrain_opt.config.data import ArraysData, ArraySetData, Augment, HoldOut
-from raytrain_opt.data.in_memory import CpuSampleStore, DeviceSampleStore, InMemoryData
+from raytrain_opt.data.in_memory import InMemoryData, SampleStore
 from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.errors import DataError
 
@@ -63,7 +62,7 @@ def test_a_balanced_epoch_of_arrays() -> None:
 
 @pytest.mark.parametrize(("section", "field"), [(CIFAR, "data.name"), (FILES, "data.train.1")])
 def test_a_class_without_training_samples_is_an_error(section: Any, field: str) -> None:
-    arrays = replace(numbered_images(), num_classes=60)
+    arrays = replace(numbered_images(), num_classes=60, field=field)
     with pytest.raises(DataError, match=rf"{field}: .* 7 of its 60 classes: 53, 54, .*, …"):
         open_arrays(section, arrays)
 
@@ -150,17 +149,14 @@ def test_others_take_the_place_of_samples_that_an_epoch_holds_out(held_out: int)
     assert torch.bincount(epoch).max() == 2
 
 
-def test_device_and_cpu_stores_return_the_same_samples() -> None:
-    arrays = numbered_images(train=5000)
-    indices = np.array([4999, 0, 4096, 7])
-    store_classes: list[Callable[..., CpuSampleStore | DeviceSampleStore]] = [
-        CpuSampleStore,
-        DeviceSampleStore,
-    ]
+def test_samples_are_the_same_in_the_devices_memory() -> None:
+    arrays, indices = numbered_images(train=5000), np.array([4999, 0, 4096, 7])
     copies: list[str] = []
     (x, y), (x2, y2) = (
-        store(arrays.train_x, arrays.train_y, CPU).take(indices, lambda: copies.append("copy"))
-        for store in store_classes
+        SampleStore(arrays.train_x, arrays.train_y, CPU, on_device=on_device).take(
+            indices, lambda: copies.append("copy")
+        )
+        for on_device in (False, True)
     )
     assert copies == ["copy", "copy"]
     np.testing.assert_array_equal(x.numpy(), arrays.train_x[indices])

@@ -33,7 +33,7 @@ from raytrain_opt.pools.in_process import InProcessPool, in_process_pools
 from raytrain_opt.pools.protocol import Pools, SynchronousTraining, TrainingOutcome
 from raytrain_opt.pools.worker import Slot, Worker
 from raytrain_opt.recording.records import StalenessRecord
-from raytrain_opt.search.fixed_schedule import PlateauSchedule
+from raytrain_opt.search.fixed_schedule import FixedSchedule
 from raytrain_opt.search.policy import History, TrainEpoch
 from raytrain_opt.terminal import Terminal
 from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
@@ -627,13 +627,13 @@ def test_a_plateau_follows_the_accuracy_on_the_validation_split(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     followed: list[tuple[float, ...]] = []
-    decide = PlateauSchedule.next
+    decide = FixedSchedule.next
 
-    def spy(policy: PlateauSchedule, epoch: int, history: History) -> TrainEpoch:
+    def spy(policy: FixedSchedule, epoch: int, history: History) -> TrainEpoch:
         followed.append(history.epoch_losses)
         return decide(policy, epoch, history)
 
-    monkeypatch.setattr(PlateauSchedule, "next", spy)
+    monkeypatch.setattr(FixedSchedule, "next", spy)
     job = tiny_job(tmp_path, **JOBS["plateau"])
     execute(job, tmp_path)
     size = resolve_here(job).info.validation_size

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import socket
 import subprocess
 import sys
 import threading
@@ -183,29 +182,3 @@ def test_a_driver_starts_ray_before_it_imports_torch() -> None:
     code = "import sys, raytrain_opt.driver, raytrain_opt.execution.on_ray as _; "
     code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-HERE = f"process 1 on {socket.gethostname()} since then"
-
-
-@pytest.mark.parametrize(
-    ("holder", "record", "stays"),
-    [
-        (HERE, None, False),
-        (HERE, "rounds.jsonl", True),
-        (HERE, "checkpoints/index.json", True),
-        (HERE, "batch_size.json", True),
-        ("process 1 on another.host since then", None, True),
-        ("", None, True),
-    ],
-)
-def test_a_new_run_removes_what_a_killed_one_has_left_without_results(
-    tmp_path: Path, holder: str, record: str | None, stays: bool
-) -> None:
-    killed = RunPaths.create(str(tmp_path), "test").local
-    (killed / ".lock").write_text(holder)
-    (killed / ".job.yaml.7522.tmp").touch()
-    if record is not None:
-        (killed / record).touch()
-    with workspace_of(small_job(tmp_path)):
-        assert killed.exists() == stays
