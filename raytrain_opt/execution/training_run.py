@@ -251,6 +251,8 @@ class TrainingRun:
 
     def _save_step(self, state: StateRef) -> None:
         """Begin to save the state between two steps of an epoch, unless the training is ruined."""
+        self.checkpoints.interval.restart()
+        self.stop.saves = False
         starts_again = self._starts_again_after(self.progress.next_epoch)
         if self._epoch.steps.lrs and not (starts_again and self._is_ruined(state)):
             self.progress = replace(self.progress, partial_epoch=self._epoch.partial())
@@ -425,7 +427,6 @@ class TrainingRun:
         """Begin to save a state; in place of a ruined one the initial one, which follows it."""
         tensors = self._initial if is_ruined else self.pools.states.get(state)
         assert tensors is not None
-        self.stop.saves = False
         with self._epoch.stopwatch.measure("checkpoint_wait_s"):
             self.wait_for_checkpoint()
             self.checkpoints.save(tensors, self.progress, score)
