@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, cast
 
 import numpy as np
@@ -132,19 +133,13 @@ class DataLoaderData(TrainingData):
 
     def first_samples(self, split: SourceSplit, count: int = 2) -> Batch:
         """See `TrainingData.first_samples`."""
-        readable: list[int] = []
-        for index in self._spread(split).tolist():
-            loaded = self._read_here(split, [index])
-            if loaded.error is None:
-                readable.append(index)
-            elif not loaded.skipped:
-                raise loaded.error
-            if len(readable) == count:
-                break
-        if not readable:
-            assert loaded.error is not None
+        indices = self._spread(split).tolist()
+        readable = (index for index in indices if self._read_here(split, [index]).error is None)
+        first = list(islice(readable, count))
+        loaded = self._read_here(split, (first * count)[:count] or indices)
+        if loaded.error is not None:
             raise loaded.error
-        return self._to_device(self._read_here(split, (readable * count)[:count]))
+        return self._to_device(loaded)
 
     def _spread(self, split: SourceSplit) -> Indices:
         """Return a few samples that are spread over a set."""
