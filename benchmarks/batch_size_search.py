@@ -15,8 +15,7 @@ Ray, no downloads, one process with `--threads` compute threads.
    relative error, in passes of opposite order. `sweep` holds the medians; a size that does not fit
    counts as 0.
 2. Finders, `--repeats` times in turn: the package's three strategies through
-   `MinibatchSizeOptimizer`, and on the CPU Lightning's BatchSizeFinder (`Tuner.scale_batch_size`,
-   mode power, 3 steps a trial, from 2) on the same network and data.
+   `MinibatchSizeOptimizer`.
 3. Every choice is measured beside the best size of the sweep, `--pairs` times in turn.
 
 Medians over the runs of each finder: `probes`, `seconds` (the complete call, without imports and
@@ -24,9 +23,7 @@ building the network), `choice` (the lower median), `samples_per_s_of_choice`, a
 100 * (1 - median over pairs of choice / best). The best size is the best of a noisy sweep, so a
 choice may beat it: then the regret is negative.
 
-Two finders are not made for a CPU. BatchSizeFinder looks for the largest size that fits into
-memory and measures no speed. Here every size fits, so it stops at its bound (1,024, chosen without
-having been tried): its regret is the cost of that bound, no more. GpuUsageMaximize sees CPU time
+One finder is not made for a CPU. GpuUsageMaximize sees CPU time
 (`utilization.sampler: cpu`, samples of 0.2 s, correct to 5 %), which is close to 100 % at any size
 when nothing else runs: the published rule then shrinks the batch. So it is on a GPU that NVML
 cannot watch (MIG). To save time, `--max-loops` bounds the published strategies' probes (100 by
@@ -42,12 +39,8 @@ case prints its JSON object when it is done; the last line holds all of them by 
 from __future__ import annotations
 
 import argparse
-import copy
 import gzip
 import json
-import logging
-import tempfile
-import warnings
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -55,13 +48,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
 
 from benchmarks.batch_size_common import (
-    Finder,
-    FinderRun,
     Training,
     add_arguments,
     compare,
@@ -70,7 +60,6 @@ from benchmarks.batch_size_common import (
     strategies,
 )
 from benchmarks.common import finite, machine, synthetic_images
-from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.batch_size import ThroughputKneeSearch
 from raytrain_opt.config.schema import ModelSection
 from raytrain_opt.errors import ResourcesError
@@ -134,7 +123,7 @@ def main() -> None:
         say(f"== {name}")
         results[name] = finite(run_case(name, args))
         say(json.dumps({name: results[name]}))
-    about = {"machine": machine(), "versions": _versions()}
+    about = {"machine": machine(), "versions": versions()}
     setting = {key: value for key, value in vars(args).items() if key != "data_root"}
     print(json.dumps({**setting, **about, "cases": results}))
 
@@ -143,12 +132,7 @@ def run_case(name: str, args: argparse.Namespace) -> dict[str, object]:
     """Return the sweep, the choices and their regret."""
     if name == ON_CPU:
         training = cpu_training(args)
-        finders = strategies(training, args.max_loops)
-        with tempfile.TemporaryDirectory() as folder:
-            finders["lightning_batch_size_finder"] = lightning_finder(
-                training, args.max_batch_size, folder
-            )
-            return compare(training, finders, args)
+        return compare(training, strategies(training, args.max_loops), args)
     training = gpu_training(GPU_CASES[name], torch.device("cuda"), args)
     result = compare(training, strategies(training, args.max_loops), args)
     # The next case needs the memory; what this one cached must not count as its peak.
@@ -213,71 +197,6 @@ def _idx(path: Path, header_bytes: int) -> Any:
     packed = path.with_name(path.name + ".gz")
     data = path.read_bytes() if path.exists() else gzip.decompress(packed.read_bytes())
     return np.frombuffer(data, np.uint8, offset=header_bytes)
-
-
-def lightning_finder(training: Training, largest: int, folder: str) -> Finder:
-    """Return a finder that runs BatchSizeFinder on a copy of the network, as documented."""
-    import lightning.pytorch as pl
-    from lightning.pytorch.tuner.tuning import Tuner
-
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-    class Module(pl.LightningModule):  # type: ignore[misc]  # Lightning is optional
-        """The network; Lightning scales its `batch_size`, and `tried` keeps the sizes."""
-
-        def __init__(self, network: nn.Module, dataset: Dataset[Any]) -> None:
-            super().__init__()
-            self.network, self.dataset = network, dataset
-            self.batch_size, self.tried = 2, set[int]()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.network(x)  # type: ignore[no-any-return]
-
-        def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
-            self.tried.add(len(batch[1]))
-            return cross_entropy(self(batch[0]), batch[1])
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(
-                self.parameters(),
-                **{key: group[key] for key in ("lr", "momentum", "weight_decay")},
-            )
-
-        def train_dataloader(self) -> DataLoader[Any]:
-            return DataLoader(
-                self.dataset, batch_size=self.batch_size, shuffle=True, drop_last=True
-            )
-
-    group = training.optimizer.param_groups[0]
-
-    def find() -> FinderRun:
-        module = Module(copy.deepcopy(training.model), training.dataset)
-        started_s = monotonic_s()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            trainer = pl.Trainer(
-                accelerator="cpu",
-                devices=1,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                default_root_dir=folder,
-            )
-            size = Tuner(trainer).scale_batch_size(
-                module, mode="power", steps_per_trial=3, max_val=largest
-            )
-        assert size is not None  # it is None for fast_dev_run only
-        return FinderRun(size, len(module.tried), monotonic_s() - started_s)
-
-    return find
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import version
-
-    return {**versions(), "lightning": version("lightning")}
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:

@@ -1,17 +1,25 @@
-"""The machine a benchmark ran on, and synthetic images that need no download."""
+"""The machine a benchmark ran on, synthetic images, and what must not depend on a failure."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from raytrain_opt import storage
+from raytrain_opt.paths import RunPaths
+
 JOBS = Path(__file__).parents[1] / "jobs"
+# Keys of records that differ between executions of the same run.
+_OF_EXECUTION = re.compile(r".*_s|.*_utc|run_dir|hardware|restarts|parallel")
 
 
 def machine() -> dict[str, object]:
@@ -50,3 +58,24 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
     return value
+
+
+def run_digest(run_dir: str, records: Sequence[str]) -> str:
+    """Return a digest of the last state of a run and of these records, without times."""
+    from raytrain_opt.train.checkpoint import read_checkpoint, read_index
+
+    folder = RunPaths.existing(run_dir, write=False).checkpoints
+    state, _ = read_checkpoint(folder / read_index(folder)[-1].folder)
+    digest = hashlib.sha256(f"{state.digest()} {state.plain}".encode())
+    for name in records:
+        text = (storage.read(run_dir, name) or b"").decode()
+        for line in text.splitlines() if name.endswith(".jsonl") else [text]:
+            digest.update(json.dumps(_without_times(json.loads(line))).encode())
+    return digest.hexdigest()
+
+
+def _without_times(value: Any) -> Any:
+    if isinstance(value, dict):
+        kept = {key: item for key, item in value.items() if not _OF_EXECUTION.fullmatch(key)}
+        return {key: _without_times(item) for key, item in kept.items()}
+    return [_without_times(item) for item in value] if isinstance(value, list) else value

@@ -69,65 +69,6 @@ def vision_transformer(
     return VisionTransformer()
 
 
-def resnet8_with_group_norm(*, num_classes: int, sample_shape: tuple[int, ...], width: int) -> Any:
-    """Return a ResNet-8 with GroupNorm, four groups, for BatchNorm."""
-    from torch import nn
-
-    from raytrain_opt.models.networks import resnet8
-
-    network = resnet8(num_classes=num_classes, sample_shape=sample_shape, width=width)
-    for name, layer in list(network.named_modules()):
-        if isinstance(layer, nn.BatchNorm2d):
-            parent, _, attribute = name.rpartition(".")
-            setattr(network.get_submodule(parent), attribute, nn.GroupNorm(4, layer.num_features))
-    return network
-
-
-def mobilenet(*, num_classes: int, sample_shape: tuple[int, ...], width: int) -> Any:
-    """Return five inverted residuals with depthwise convolutions and BatchNorm."""
-    import torch
-    from torch import nn
-
-    def convolution(
-        inputs: int, outputs: int, size: int = 1, stride: int = 1, groups: int = 1
-    ) -> list[nn.Module]:
-        padding = size // 2
-        layer = nn.Conv2d(inputs, outputs, size, stride, padding, groups=groups, bias=False)
-        return [layer, nn.BatchNorm2d(outputs)]
-
-    class InvertedResidual(nn.Module):
-        def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-            super().__init__()
-            inner = 4 * inputs
-            self.layers = nn.Sequential(
-                *convolution(inputs, inner),
-                nn.ReLU6(),
-                *convolution(inner, inner, 3, stride, inner),
-                nn.ReLU6(),
-                *convolution(inner, outputs),
-            )
-            self.is_residual = stride == 1 and inputs == outputs
-
-        def forward(self, images: torch.Tensor) -> torch.Tensor:
-            changed: torch.Tensor = self.layers(images)
-            return images + changed if self.is_residual else changed
-
-    return nn.Sequential(
-        *convolution(sample_shape[0], width, 3),
-        nn.ReLU6(),
-        InvertedResidual(width, width, 1),
-        InvertedResidual(width, 2 * width, 2),
-        InvertedResidual(2 * width, 2 * width, 1),
-        InvertedResidual(2 * width, 3 * width, 2),
-        InvertedResidual(3 * width, 3 * width, 1),
-        *convolution(3 * width, 6 * width),
-        nn.ReLU6(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(6 * width, num_classes),
-    )
-
-
 def convnext(*, num_classes: int, sample_shape: tuple[int, ...], width: int) -> Any:
     """Return two stages of three ConvNeXt blocks with depthwise 5 x 5 convolutions."""
     import torch
@@ -172,66 +113,6 @@ def convnext(*, num_classes: int, sample_shape: tuple[int, ...], width: int) -> 
         nn.LayerNorm(2 * width),
         nn.Linear(2 * width, num_classes),
     )
-
-
-def mixer(*, num_classes: int, sample_shape: tuple[int, ...], width: int, patch: int) -> Any:
-    """Return an MLP-Mixer of four blocks on patches; the mean of all tokens decides."""
-    import torch
-    from torch import nn
-
-    channels, height, width_px = sample_shape
-    tokens = (height // patch) * (width_px // patch)
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.token_norm = nn.LayerNorm(width)
-            self.mix_tokens = _two_layers(tokens, 2 * tokens)
-            self.channel_norm = nn.LayerNorm(width)
-            self.mix_channels = _two_layers(width, 4 * width)
-
-        def forward(self, images: torch.Tensor) -> torch.Tensor:
-            mixed = self.mix_tokens(self.token_norm(images).transpose(1, 2))
-            images = images + mixed.transpose(1, 2)
-            return images + self.mix_channels(self.channel_norm(images))  # type: ignore[no-any-return]
-
-    class Mixer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.patches = nn.Conv2d(channels, width, patch, stride=patch)
-            self.blocks = nn.Sequential(*(Block() for _ in range(4)), nn.LayerNorm(width))
-            self.head = nn.Linear(width, num_classes)
-
-        def forward(self, images: torch.Tensor) -> torch.Tensor:
-            features = self.blocks(self.patches(images).flatten(2).transpose(1, 2))
-            return self.head(features.mean(1))  # type: ignore[no-any-return]
-
-    return Mixer()
-
-
-def _two_layers(features: int, inner: int) -> Any:
-    from torch import nn
-
-    return nn.Sequential(nn.Linear(features, inner), nn.GELU(), nn.Linear(inner, features))
-
-
-def gru(*, num_classes: int, sample_shape: tuple[int, ...], width: int) -> Any:
-    """Return two layers of a GRU over the rows of an image; the last output decides."""
-    import torch
-    from torch import nn
-
-    class RowGru(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            channels, _, width_px = sample_shape
-            self.recurrent = nn.GRU(channels * width_px, width, 2, batch_first=True)
-            self.head = nn.Linear(width, num_classes)
-
-        def forward(self, images: torch.Tensor) -> torch.Tensor:
-            outputs, _ = self.recurrent(images.transpose(1, 2).flatten(2))
-            return self.head(outputs[:, -1])  # type: ignore[no-any-return]
-
-    return RowGru()
 
 
 def text_transformer(*, num_classes: int, sample_shape: tuple[int, ...], width: int) -> Any:

@@ -184,11 +184,7 @@ OTHER_NETWORKS = {
         ("vgg", f"{_OTHER}vgg_without_norm", 16, 1, ("fashion", "coarse", "fine")),
         ("vit", f"{_OTHER}vision_transformer", 48, 4, ("coarse", "fine")),
         ("resnet18", "cifar_resnet18", 32, 1, ("coarse",)),
-        ("groupnorm", f"{_OTHER}resnet8_with_group_norm", 8, 1, ("fashion", "coarse", "fine")),
         ("convnext", f"{_OTHER}convnext", 24, 1, ("fashion", "coarse")),
-        ("mobilenet", f"{_OTHER}mobilenet", 8, 1, ("coarse",)),
-        ("mixer", f"{_OTHER}mixer", 48, 4, ("coarse",)),
-        ("gru", f"{_OTHER}gru", 64, 1, ("fashion",)),
     )
     for images in image_sets
 }

@@ -11,7 +11,7 @@ output is in FOLDER/NAME.log.
 
 tests      tests/gpu
 resnet50, resnet18, vit      `gpu_train`: steps beside plain PyTorch and timm, eager and compiled
-lars, muon `optimizer_step`: one step, and complete iterations beside SGD's
+lars, muon `optimizer_step`: one step beside SGD's (iterations are among those of resnet50)
 ray, async the quickstart on Ray: one worker and a slot on the GPU; two asynchronous workers on it
 batch      `batch_size_search`: utilization by NVML, the sweep and each strategy's choice
 usage, time        CIFAR-100 with VGG16: the published searches by utilization and by epoch time

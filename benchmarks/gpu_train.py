@@ -45,8 +45,6 @@ The last line is one JSON object: `machine`, `settings`, `versions`, and `cases`
     peak_mib    most memory that PyTorch used for this variant's first steps; null on a CPU
     setup_s     first steps: cuDNN's trials, compiling
 Exit code 2 without a GPU.
-
-Not measured on a GPU by us yet.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Milliseconds of one optimizer step on the shapes of ResNet-50: LARS or Muon against others.
 
     python -m benchmarks.optimizer_step lars|muon [--device cuda] [--rounds 7] [--threads 1]
-        [--iteration] [--torch]
+        [--torch]
 
 lars    ours         raytrain_opt.optim.LARS; biases and normalization in their own group (107 of
                      161 tensors)
@@ -20,15 +20,10 @@ covers `--steps` calls of step() and, on a GPU, the wait for the last of them; s
 counts where the device does not hide it. Warmed up before. The sides take turns within a round, in
 an order that rotates; a ratio is the median over the rounds of the ratio within one.
 
-On a GPU (or with --iteration), `iteration_over_sgd` compares complete training iterations of
-torchvision's ResNet-50: forward in bf16, backward, step, zero_grad; channels_last, images that
-lie on the device; ours against foreach SGD.
+Complete training iterations with these optimizers are in gpu_train.
 
-`shared_over_ours` of muon is not measured: it is the work of the busiest of 2, 4 and 8 ranks, as
-a fraction of the work of one, by the multiplications of each matrix.
-
-The last line printed is one JSON object; `ms_*` are medians. Targets on a GPU: iteration_over_sgd
-at most 1.05 (lars), 1.03 (muon). On 2 cores lars takes about half a minute.
+The last line printed is one JSON object; `ms_*` are medians. On 2 cores lars takes about half a
+minute.
 """
 
 from __future__ import annotations
@@ -47,7 +42,6 @@ from torch import nn
 from benchmarks.common import machine
 from raytrain_opt.optim import LARS, Muon
 from raytrain_opt.optim.factory import parameter_groups
-from raytrain_opt.optim.muon import split_work
 from raytrain_opt.recording.recorder import versions
 
 MOMENTUM = 0.9
@@ -70,11 +64,7 @@ def main() -> None:
     result |= {f"{name}_over_ours": ratio(times, name, "ours") for name in others}
     if "torch" in times:
         result["torch_over_ours"] = round(median(times["torch"]) / median(times["ours"]), 3)
-    if args.optimizer == "muon":
-        result["shared_over_ours"] = shared_work()
     result |= {f"ms_{name}": round(median(values), 4) for name, values in times.items()}
-    if args.iteration or on_gpu:
-        result |= iteration(args, device, makers)
     print(json.dumps({**result, **vars(args), "machine": machine(), "versions": versions()}))
 
 
@@ -137,18 +127,6 @@ class _TorchMuon:
         self._sgd.step()
 
 
-def shared_work() -> dict[int, float]:
-    """Return the work of the busiest rank as a fraction of all, for numbers of ranks."""
-    model = torchvision.models.resnet50()
-    shapes = [p.flatten(1).shape for p in _muon_groups(model)[0]["params"]]
-    work = [min(shape) * shape.numel() for shape in shapes]
-    busiest = {
-        ranks: max(sum(work[i] for b in own for i in b) for own in split_work(shapes, ranks))
-        for ranks in (2, 4, 8)
-    }
-    return {ranks: round(most / sum(work), 3) for ranks, most in busiest.items()}
-
-
 def _muon_groups(model: nn.Module) -> list[dict[str, Any]]:
     return parameter_groups(model, exclude_bias_and_norm=True, use_muon=True)
 
@@ -164,38 +142,6 @@ def _with_gradients(make: Make, device: torch.device) -> Any:
     for param in model.parameters():
         param.grad = torch.randn_like(param) * 0.01
     return make(model)
-
-
-def iteration(
-    args: argparse.Namespace, device: torch.device, makers: dict[str, Make]
-) -> dict[str, object]:
-    """Compare complete training iterations of ours and SGD."""
-    size = args.image_size
-    images = torch.randn(args.batch_size, 3, size, size, device=device)
-    images = images.to(memory_format=torch.channels_last)
-    labels = torch.randint(1000, (args.batch_size,), device=device)
-    works = {name: _training(makers[name], images, labels) for name in ("ours", "sgd")}
-    times = take_turns(works, args.rounds, args.iterations, device)
-    return {
-        "iteration_over_sgd": ratio(times, "ours", "sgd"),
-        **{f"iteration_ms_{name}": round(median(values), 3) for name, values in times.items()},
-    }
-
-
-def _training(make: Make, images: torch.Tensor, labels: torch.Tensor) -> Work:
-    """Return a function that trains a new model and optimizer for one iteration."""
-    device = images.device
-    model = torchvision.models.resnet50().to(device, memory_format=torch.channels_last)
-    optimizer = make(model)
-
-    def iterate() -> None:
-        optimizer.zero_grad()
-        with torch.autocast(device.type, dtype=torch.bfloat16):
-            loss = nn.functional.cross_entropy(model(images), labels)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-
-    return iterate
 
 
 def take_turns(
@@ -245,16 +191,11 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="per timing; default 3, on a GPU 50")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--torch", action="store_true", help="torch's Muon on CPU too, once")
-    parser.add_argument("--iteration", action="store_true", help="complete iterations on CPU too")
-    parser.add_argument("--iterations", type=int, help="per timing; default 1, on a GPU 10")
-    parser.add_argument("--batch-size", type=int, default=128, help="of a complete iteration")
-    parser.add_argument("--image-size", type=int, default=224, help="of a complete iteration")
     args = parser.parse_args(argv)
     if args.rounds < 1:
         parser.error("--rounds must be at least 1")
     on_gpu = args.device == "cuda"
     args.steps = args.steps or (50 if on_gpu else 3)
-    args.iterations = args.iterations or (10 if on_gpu else 1)
     return args
 
 

@@ -1,6 +1,6 @@
 """From the command to the first step of the main training, beside a bare TorchTrainer.
 
-    python -m benchmarks.startup [--pairs 5] [--profile]
+    python -m benchmarks.startup [--pairs 5]
 
 Each round runs three commands one after the other, each in a new process that starts Ray on this
 machine, on scikit-learn's digits with the quickstart's network and 2 workers:
@@ -13,7 +13,7 @@ machine, on scikit-learn's digits with the quickstart's network and 2 workers:
 round, of the seconds from the start of the process until rank 0 has made its first step (ours:
 the end of the main training's first step, from the records). `quickstart_s` is the wall time of
 the whole command `raytrain-opt run jobs/quickstart.yaml`, report and shutdown of Ray included.
-`--profile` prints CPU seconds by process of one run with slots. The last line is one JSON object.
+The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from time import sleep
 from typing import Any
-
-import psutil
 
 from benchmarks.common import machine
 from raytrain_opt.clock import monotonic_s
@@ -126,40 +123,11 @@ def quickstart_s() -> float:
         return monotonic_s() - began_s
 
 
-def profile() -> list[tuple[str, float]]:
-    """Run the quickstart; return its processes (by Ray's titles) with their CPU seconds."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "raytrain_opt", "run", str(JOB)]
-        process = psutil.Popen(
-            [*command, "--set", f"storage_path={folder}"], cwd=ROOT, stdout=subprocess.DEVNULL
-        )
-        seconds: dict[int, tuple[str, float]] = {}
-        while process.poll() is None:
-            try:
-                processes = [process, *process.children(recursive=True)]
-            except psutil.NoSuchProcess:
-                break
-            for one in processes:
-                try:
-                    times = one.cpu_times()
-                    title = " ".join(Path(part).name for part in one.cmdline()[:2]).split(".")[0]
-                except (psutil.NoSuchProcess, psutil.ZombieProcess):
-                    continue
-                seconds[one.pid] = (title, times.user + times.system)
-            sleep(0.05)
-    return sorted(seconds.values(), key=lambda entry: -entry[1])
-
-
 def main() -> None:
     """Run the rounds and print the ratios."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
-    if arguments.profile:
-        for title, cpu_s in profile():
-            print(f"{cpu_s:6.2f} s  {title}")
-        return
     rows = []
     for number in range(arguments.pairs):
         row = {

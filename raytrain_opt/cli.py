@@ -173,21 +173,15 @@ def find_batch_size(job_file: str, overrides: tuple[str, ...], **options: Any) -
 
 
 @main.command()
-@_run_dirs
-@_json
-def report(run_dirs: tuple[str, ...], as_json: bool) -> None:
+@click.argument("run_dir")
+def report(run_dir: str) -> None:
     """Write the report of a run, RUN_DIR/report.html, with its plots.
 
-    With several runs, also compare them; the comparison is written into the first.
-
-    Example: raytrain-opt report runs/quickstart-*
+    Example: raytrain-opt report runs/RUN
     """
-    from raytrain_opt.report import summaries, write_report
+    from raytrain_opt.report import write_report
 
-    if as_json:
-        click.echo(json.dumps(summaries(run_dirs), indent=2))
-    else:
-        _echo(f"report  {printable(write_report(run_dirs), kept='')}")
+    _echo(f"report  {printable(write_report(run_dir), kept='')}")
 
 
 @main.command()

@@ -88,10 +88,6 @@ class Metric:
             return "–"
         return f"{100 * value:.2f} %" if self.is_fraction else f"{value:.4g}"
 
-    def difference(self, value: float) -> str:
-        """Return a difference of two values as text: of accuracies, in points."""
-        return f"{100 * value:.1f} points" if self.is_fraction else f"{value:.3g}"
-
     @property
     def is_fraction(self) -> bool:
         """Whether it is shown in percent: it counts the correct predictions."""

@@ -1,17 +1,18 @@
-"""Figures in one style, as SVG in the page's colors; tables; numbers as text for people.
+"""Figures in one style, as SVG; tables; numbers as text for people.
 
 A dash stands for an unknown number.
 """
 
 from __future__ import annotations
 
-import io
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from base64 import b64encode
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from html import escape
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from io import StringIO
+from typing import TYPE_CHECKING, Any, Literal
+
+from raytrain_opt.errors import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,8 +58,7 @@ def times(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-# The page's style sheet has the same names, and a second set of colors for dark pages. The colors
-# of Okabe and Ito, which color-blind readers can distinguish.
+# The colors of Okabe and Ito, which color-blind readers can distinguish.
 COLORS = {
     "ink": "#1f2329",
     "soft": "#6b7280",
@@ -77,19 +77,6 @@ SERIES = ("blue", "orange", "green", "pink", "yellow", "sky", "grey")
 _SIZE_IN = (4.8, 3.1)
 
 
-class Cell(NamedTuple):
-    """A cell of a table. `value`: sort key, when the text is not a number; `mark`: a CSS class."""
-
-    text: str
-    value: float | None = None
-    mark: str = ""
-
-
-def duration_cell(duration_s: float | None) -> Cell:
-    """Return a duration as text, sorted by its seconds."""
-    return Cell(duration(duration_s), duration_s)
-
-
 @dataclass(frozen=True)
 class Table:
     """A table. `name` is its identifier in the page; text in `wide` columns may be broken."""
@@ -97,27 +84,24 @@ class Table:
     name: str
     caption: str
     columns: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
+    rows: Sequence[Sequence[str]]
     wide: Sequence[str] = ()
 
     def without_empty(self) -> Table:
         """Return the table without the columns that have a dash in every row."""
-        kept = [
-            i for i in range(len(self.columns)) if any(row[i].text != "–" for row in self.rows)
-        ]
+        kept = [i for i in range(len(self.columns)) if any(row[i] != "–" for row in self.rows)]
         rows = [[row[i] for i in kept] for row in self.rows]
         return replace(self, columns=[self.columns[i] for i in kept], rows=rows)
 
 
 @dataclass(frozen=True)
 class Plot:
-    """One figure."""
+    """One figure; `svg`: in base64."""
 
     name: str
     title: str
     caption: str
-    inline: str  # SVG as part of a page
-    table: Table | None = None  # the data; None when a table that the caption names has them
+    svg: str
 
 
 @dataclass(frozen=True)
@@ -135,13 +119,11 @@ class Section:
     mistakes: Sequence[tuple[str | None, str, str]] = ()
 
 
-def draw(
-    name: str, title: str, caption: str, paint: Callable[[Axes], None], table: Table | None = None
-) -> Plot:
+def draw(name: str, title: str, caption: str, paint: Callable[[Axes], None]) -> Plot:
     """Draw a plot with one pair of axes, which `paint` fills; add a legend if it has labels."""
-    svg = io.StringIO()
+    svg = StringIO()
     save_figure(svg, name, paint, format="svg", metadata=_NO_METADATA)
-    return Plot(name, title, caption, inline_svg(svg.getvalue(), name, title), table)
+    return Plot(name, title, caption, b64encode(printable(svg.getvalue()).encode()).decode())
 
 
 def save_figure(file: Any, name: str, paint: Callable[[Axes], None], **options: Any) -> None:
@@ -156,20 +138,6 @@ def save_figure(file: Any, name: str, paint: Callable[[Axes], None], **options: 
         paint(axes)
         _add_legend(axes)
         figure.savefig(file, **options)
-
-
-def inline_svg(svg: str, name: str, title: str) -> str:
-    """Return the SVG as part of a page, with unique identifiers and the page's colors."""
-    body = svg[svg.index("<svg") :]
-    body = re.sub(r"<metadata>.*?</metadata>", "", body, count=1, flags=re.DOTALL)
-    body = re.sub(r' xmlns(:\w+)?="[^"]*"', "", body)
-    body = re.sub(r' id="[a-zA-Z0-9.]+_\d+"', "", body)  # of groups: nothing refers to them
-    body = re.sub(r'(id="|url\(#|xlink:href="#)', rf"\g<1>{name}-", body)
-    body = body.replace("xlink:href", "href")
-    body = re.sub(r' (width|height)="[\d.]+pt"', "", body, count=2)
-    for name_of_color, value in COLORS.items():
-        body = body.replace(value, f"var(--{name_of_color})")
-    return body.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)
 
 
 def _add_legend(axes: Axes) -> None:
@@ -211,18 +179,6 @@ _STYLE: dict[str, Any] = {
 def draw_line(axes: Axes, points: Sequence[tuple[float, float]], *style: str, **line: Any) -> None:
     """Draw a line through points (x, y); none draw nothing, but keep the label in the legend."""
     axes.plot([x for x, _ in points], [y for _, y in points], *style, **line)
-
-
-def stacked_bars(
-    axes: Axes, x: Sequence[Any], parts: Mapping[str, Sequence[float]], width: float
-) -> None:
-    """Draw a bar at each x, made of the parts, which have a value for each x."""
-    bottom = [0.0] * len(x)
-    for (name, heights), color_name in zip(parts.items(), (*SERIES, "grid"), strict=False):
-        if any(heights):
-            axes.bar(x, heights, width, bottom=bottom, color=color(color_name), label=name)
-            bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
-    axes.grid(visible=False, axis="x")
 
 
 def plain_log(axes: Axes, which: Literal["x", "y"], base: int = 10) -> None:

@@ -92,6 +92,13 @@ class RunRecords:
         return int(self.job["global_batch_size"])
 
     @property
+    def wall_s(self) -> float | None:
+        """Time of the run until its end, or until that of its last epoch."""
+        if self.result is not None:
+            return self.result.wall_s
+        return self.epochs[-1].end_s if self.epochs else None
+
+    @property
     def is_batch_size_search(self) -> bool:
         """Whether the run chose a batch size and has trained nothing (yet)."""
         return self.batch_size is not None and not self.epochs and not self.rounds
@@ -108,14 +115,6 @@ class RunRecords:
             return before[epoch - 1]
         last = before[-1] - before[-2] if len(before) > 1 else 0
         return before[-1] + last * (epoch - len(before))
-
-    @cached_property
-    def rounds_by_epoch(self) -> Mapping[int, Sequence[RoundRecord]]:
-        """Rounds of each epoch that had any."""
-        rounds: dict[int, list[RoundRecord]] = {}
-        for record in self.rounds:
-            rounds.setdefault(record.epoch, []).append(record)
-        return rounds
 
 
 def read_run(run_dir: str, shown: str | None = None) -> RunRecords:

@@ -1,4 +1,4 @@
-"""The summary of a run: its result, the cost and gain of its searches, and warnings.
+"""What a run's report says first: main numbers, sentences on its searches, and warnings.
 
 Each function of a warning checks one condition and yields a sentence or nothing.
 """
@@ -8,240 +8,91 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from shlex import quote
-from statistics import fmean, median
-from typing import Any
+from statistics import median
 
 from raytrain_opt.recording.records import RoundRecord, best_epoch
 from raytrain_opt.report.plots import count, duration, percent, plain, rate, times
 from raytrain_opt.report.run_reader import RunRecords
-from raytrain_opt.results import Metric
-
-SCHEMA_VERSION = 1
 
 
-@dataclass(frozen=True)
-class SearchCost:
-    """Cost of the rounds of candidates.
-
-    `duration_s`: time in which candidates were trained and the winner's state was sent.
-    `samples_fraction`: of the training's samples; `time_fraction`: of the run's time.
-    """
-
-    rounds: int
-    candidates: int
-    samples: int | None
-    samples_fraction: float | None
-    duration_s: float
-    time_fraction: float | None
-
-
-@dataclass(frozen=True)
-class RunSummary:
-    """Summary of one run. `metric`: the one of its task that decides."""
-
-    run_dir: str
-    name: str
-    status: str
-    epochs_done: int
-    epochs: int | None
-    metric: Metric
-    test_metric: float | None
-    best_test_metric: float | None
-    best_epoch: int | None
-    wall_s: float | None
-    samples_per_s: float | None
-    global_batch_size: int
-    batch_size_per_worker: int
-    workers: int
-    min_lr: float | None
-    max_lr: float | None
-    data_wait_fraction: float | None
-    search: SearchCost
-    sentences: tuple[str, ...]
-    warnings: tuple[str, ...]
-
-
-def summarize(run: RunRecords) -> RunSummary:
-    """Summarize a run, finished or not."""
+def tiles(run: RunRecords) -> list[tuple[str, str, str]]:
+    """Return name, value and remark of each main number."""
+    metric, best = run.metric, best_epoch(run.epochs)
     evaluated = [epoch.test_metric for epoch in run.epochs if epoch.metric is not None]
-    best = best_epoch(run.epochs)
+    remark = f"best {metric.text(best.test_metric)} in epoch {best.epoch}" if best else ""
     speeds = [epoch.samples_per_s for epoch in run.epochs if epoch.samples_per_s]
-    wall_s = run.result.wall_s if run.result else (run.epochs[-1].end_s if run.epochs else None)
-    min_lr, max_lr = _lr_range(run)
-    search = _search_cost(run, wall_s)
-    return RunSummary(
-        run_dir=run.run_dir,
-        name=run.name,
-        status=_status(run),
-        epochs_done=len(run.epochs),
-        epochs=run.planned_epochs,
-        metric=run.metric,
-        test_metric=evaluated[-1] if evaluated else None,
-        best_test_metric=best.test_metric if best else None,
-        best_epoch=best.epoch if best else None,
-        wall_s=wall_s,
-        samples_per_s=median(speeds) if speeds else None,
-        global_batch_size=run.global_batch_size,
-        batch_size_per_worker=run.global_batch_size // run.workers,
-        workers=run.workers,
-        min_lr=min_lr,
-        max_lr=max_lr,
-        data_wait_fraction=data_wait_fraction(run),
-        search=search,
-        sentences=tuple(_sentences(run, search, wall_s)),
-        warnings=tuple(all_warnings(run)),
-    )
+    speed = count(median(speeds) if speeds else None)
+    cost = run.result.search.fraction_of_training if run.result else None
+    workers, batch_size = run.workers, run.global_batch_size
+    return [
+        (f"Test {metric.name}", metric.text(evaluated[-1] if evaluated else None), remark),
+        ("Time", duration(run.wall_s), "since the start of the command"),
+        ("Speed", f"{speed} /s", "samples, median over epochs"),
+        ("Global batch size", count(batch_size), f"{workers} workers × {batch_size // workers}"),
+        ("Learning rate", _lr_range(run), "lowest – highest"),
+        ("Search cost", percent(cost, 0) if run.rounds else "none", "of the training's samples"),
+    ]
 
 
-def _status(run: RunRecords) -> str:
-    if run.result is not None:
-        return "finished"
-    return "batch size found" if run.is_batch_size_search else "not finished"
-
-
-def _lr_range(run: RunRecords) -> tuple[float | None, float | None]:
+def _lr_range(run: RunRecords) -> str:
     """Return the lowest and the highest learning rate of any step, without rates of 0."""
-    rates = [lr for epoch in run.schedule for lr in epoch.steps.lrs]
-    positive = [lr for lr in rates or [epoch.lr for epoch in run.epochs] if lr > 0]
-    return (min(positive), max(positive)) if positive else (None, None)
+    rates = [lr for epoch in run.schedule for lr in epoch.steps.lrs if lr > 0]
+    low, high = plain(min(rates, default=None), 3), plain(max(rates, default=None), 3)
+    return low if low == high else f"{low} – {high}"
 
 
-def _search_cost(run: RunRecords, wall_s: float | None) -> SearchCost:
-    result = run.result.search if run.result else None
-    duration_s = math.fsum(
-        epoch.timings_s.get(part) or 0.0
-        for epoch in run.epochs
-        for part in ("pretrain_s", "take_state_s")
-    )
-    return SearchCost(
-        rounds=len(run.rounds),
-        candidates=sum(len(record.candidates) for record in run.rounds),
-        samples=result.samples if result else None,
-        samples_fraction=result.fraction_of_training if result else None,
-        duration_s=duration_s,
-        time_fraction=duration_s / wall_s if wall_s else None,
-    )
-
-
-def _sentences(run: RunRecords, search: SearchCost, wall_s: float | None) -> Iterator[str]:
-    yield from _search_cost_sentence(run, search)
-    yield from _search_gain_sentences(run)
-    yield from _batch_size_sentence(run)
-    yield from _startup_sentence(run, wall_s)
-    yield from _step_sentences(run)
+def sentences(run: RunRecords) -> Iterator[str]:
+    """Yield what the searches cost and found."""
+    if run.rounds:
+        yield _search_cost(run)
+    elif run.epochs:
+        yield "No learning-rate search took place."
+    # Policy stpt has rounds without a stage; stpt_horizon names the stage of every round.
+    searched = [record for record in run.rounds if record.stage and record.epoch == 1]
+    if searched and searched[-1].winner is not None:
+        yield _choice(searched)
+    if run.batch_size is not None:
+        record = run.batch_size
+        yield (
+            f"The batch-size search ({times(record.probes, 'probe')}, "
+            f"{duration(record.duration_s)}) chose {record.batch_size_per_worker} samples per "
+            f"worker at {count(record.samples_per_s)} samples/s: {record.reason}."
+        )
     if run.result and run.result.noise_scale:
         yield f"Gradient noise scale: {run.result.noise_scale.sentence}."
 
 
-def _search_cost_sentence(run: RunRecords, search: SearchCost) -> Iterator[str]:
-    if not run.rounds:
-        if run.epochs:
-            yield "No learning-rate search took place."
-        return
-    samples, first = "", run.rounds[0]
-    if search.samples is not None:
-        fraction = f"{percent(search.samples_fraction, 0)} of the training's samples"
+def _search_cost(run: RunRecords) -> str:
+    parts = ("pretrain_s", "take_state_s")
+    cost_s = math.fsum(e.timings_s.get(part) or 0.0 for e in run.epochs for part in parts)
+    samples = ""
+    if run.result:
+        search = run.result.search
+        fraction = f"{percent(search.fraction_of_training, 0)} of the training's samples"
         samples = f"{count(search.samples)} samples ({fraction}) and "
-    yield (
-        f"The learning-rate search cost {samples}{duration(search.duration_s)} "
-        f"({percent(search.time_fraction)} of the run's time): {times(search.rounds, 'round')}, "
-        f"{times(search.candidates, 'candidate')}, trained on {first.search_on}."
-    )
-
-
-def _search_gain_sentences(run: RunRecords) -> Iterator[str]:
-    # Policy stpt has rounds without a stage; stpt_horizon names the stage of every round.
-    stpt = [record for record in run.rounds if not record.stage and record.chosen is not None]
-    if stpt:
-        yield _stpt_gain_sentence(stpt)
-    searched = [record for record in run.rounds if record.stage and record.epoch == 1]
-    if searched and searched[-1].winner is not None:
-        yield _found_sentence(searched, run.job["learning_rate"].get("initial"))
-
-
-def _found_sentence(searched: Sequence[RoundRecord], initial: float | None) -> str:
-    """State the peak, and which optimizer won if there were several."""
-    peak = searched[-1].next_base_lr
-    if searched[-1].is_undecided:
-        return f"The search before the first epoch has {searched[-1].reason}."
-    candidates = [candidate for record in searched for candidate in record.candidates]
-    optimizers = list(dict.fromkeys(candidate.optimizer for candidate in candidates))
-    if len(optimizers) > 1:
-        [winner] = [c.optimizer for c in candidates if c.index == searched[-1].winner]
-        others = ", ".join(name for name in optimizers if name != winner)
-        return (
-            f"The search before the first epoch chose {winner} with a peak learning rate of "
-            f"{rate(peak)}, against {others}."
-        )
-    text = f"The search before the first epoch found a peak learning rate of {rate(peak)}"
-    if initial:
-        text += f", {plain(peak / initial, 3)} times the initial guess of {rate(initial)}"
-    return f"{text}."
-
-
-def _stpt_gain_sentence(rounds: Sequence[RoundRecord]) -> str:
-    gains = [gain for record in rounds if (gain := _gain(record)) is not None]
-    changed = sum(r.chosen is not None and r.chosen.multiplier != 1 for r in rounds)
-    text = f"It changed the learning rate in {changed} of {times(len(rounds), 'round')}"
-    if gains:
-        metric, gain = rounds[0].metric, fmean(gains)
-        text += (
-            f"; right after the pre-training, the winner's validation {metric.name} was on "
-            f"average better than that of the unchanged rate by {metric.difference(gain)}"
-        )
+    candidates = sum(len(record.candidates) for record in run.rounds)
     return (
-        f"{text}. To see whether the gain lasts, compare with a run without a search: "
-        "raytrain-opt report THIS_RUN OTHER_RUN."
+        f"The learning-rate search cost {samples}{duration(cost_s)} "
+        f"({percent(cost_s / run.wall_s if run.wall_s else None)} of the run's time): "
+        f"{times(len(run.rounds), 'round')}, {times(candidates, 'candidate')}, trained on "
+        f"{run.rounds[0].search_on}."
     )
 
 
-def _gain(record: RoundRecord) -> float | None:
-    """Return how much better the winner is than the unchanged rate; None if that was not tried."""
-    unchanged = next((c for c in record.candidates if c.multiplier == 1), None)
-    before = None if unchanged is None else unchanged.val_metric
-    after = None if record.chosen is None else record.chosen.val_metric
-    return None if before is None or after is None else record.metric.score(after - before)
-
-
-def _batch_size_sentence(run: RunRecords) -> Iterator[str]:
-    record = run.batch_size
-    if record is None:
-        return
-    probes, cost = times(record.probes, "probe"), duration(record.duration_s)
-    yield (
-        f"The batch-size search ({probes}, {cost}) chose "
-        f"{record.batch_size_per_worker} samples per worker at {count(record.samples_per_s)} "
-        f"samples/s: {record.reason}."
+def _choice(searched: Sequence[RoundRecord]) -> str:
+    """State the peak, and which optimizer won if there were several."""
+    last = searched[-1]
+    if last.is_undecided:
+        return f"The search before the first epoch has {last.reason}."
+    candidates = [candidate for record in searched for candidate in record.candidates]
+    winner = next((c.optimizer for c in candidates if c.index == last.winner), "–")
+    others = dict.fromkeys(c.optimizer for c in candidates if c.optimizer != winner)
+    against = f", against {', '.join(others)}" if others else ""
+    return (
+        f"The search before the first epoch chose {winner} with a peak learning rate of "
+        f"{rate(last.next_base_lr)}{against}."
     )
-
-
-def _startup_sentence(run: RunRecords, wall_s: float | None) -> Iterator[str]:
-    first_step_s = run.result.time_to_first_step_s if run.result else None
-    if first_step_s is not None and wall_s:
-        yield (
-            f"The first training step started after {duration(first_step_s)} "
-            f"({percent(first_step_s / wall_s, 0)} of the run's time)."
-        )
-
-
-def _step_sentences(run: RunRecords) -> Iterator[str]:
-    """Name what was chosen for a training step."""
-    parallel = run.result.parallel if run.result else {}
-    if "step" in parallel:
-        yield _step_sentence(parallel["step"], parallel.get("first_step_s"))
-
-
-def _step_sentence(step: dict[str, Any], first_step_s: float | None) -> str:
-    parts = [step["precision"], *step["kernels"], step["memory_format"], step["optimizer"]]
-    if step["loader_processes"]:
-        parts.append(f"loader processes: {step['loader_processes']}")
-    parts.append("not compiled" if step["compile"] == "off" else f"compiled ({step['compile']})")
-    text = f"A training step: {', '.join(parts)}"
-    if step["compile"] != "off" and first_step_s:
-        text += f"; the first step, which compiles, took {duration(first_step_s)}"
-    return f"{text}."
 
 
 # Below this, no advice shortens an epoch by much.
@@ -258,13 +109,6 @@ def all_warnings(run: RunRecords) -> list[str]:
         _unfinished, _failures, _diverged, _data_wait, _noise, _edge, _staleness, _skipped,
     )  # fmt: skip
     return [text for check in checks for text in check(run)]
-
-
-def data_wait_fraction(run: RunRecords) -> float | None:
-    """Return the fraction of the main training's time in which workers waited for data."""
-    waited_s = math.fsum(e.timings_s.get("main_data_wait_s") or 0.0 for e in run.epochs)
-    steps_s = math.fsum(e.timings_s.get("main_compute_s") or 0.0 for e in run.epochs)
-    return waited_s / steps_s if steps_s > 0 else None
 
 
 def _unfinished(run: RunRecords) -> Iterator[str]:
@@ -317,8 +161,9 @@ def _diverged(run: RunRecords) -> Iterator[str]:
 
 
 def _data_wait(run: RunRecords) -> Iterator[str]:
-    fraction = data_wait_fraction(run)
-    if fraction is None or fraction <= _MAX_DATA_WAIT:
+    waited_s = math.fsum(e.timings_s.get("main_data_wait_s") or 0.0 for e in run.epochs)
+    steps_s = math.fsum(e.timings_s.get("main_compute_s") or 0.0 for e in run.epochs)
+    if not steps_s or waited_s <= _MAX_DATA_WAIT * steps_s:
         return
     loaders = run.job["data"].get("loader_workers")
     advice = f"data.loader_workers: auto (now {loaders}) adds loader processes until they keep up"
@@ -330,8 +175,8 @@ def _data_wait(run: RunRecords) -> Iterator[str]:
         )
     elif loaders is None:  # data in memory
         advice = "the workers prepare these data themselves; less in data.augment helps"
-    waited = f"Workers waited for data in {percent(fraction, 0)} of the main training's time"
-    yield f"{waited}: {advice}"
+    fraction = percent(waited_s / steps_s, 0)
+    yield f"Workers waited for data in {fraction} of the main training's time: {advice}"
 
 
 def _noise(run: RunRecords) -> Iterator[str]:

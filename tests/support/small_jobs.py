@@ -81,24 +81,6 @@ def without_times(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rounds
 
 
-class _RaisesInTraining(nn.Module):
-    """A model that can be built and checked, but raises in training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 10)
-
-    def forward(self, x: Tensor) -> Any:
-        if self.training:
-            raise ValueError("planted failure")
-        return self.linear(x.flatten(1))
-
-
-def make_breaking_model() -> nn.Module:
-    """Return a model that raises in training, as a user's function."""
-    return _RaisesInTraining()
-
-
 class _OutOfMemoryAbove16(nn.Module):
     """A model that raises CUDA's out-of-memory error in training with more than 16 samples."""
 

@@ -21,14 +21,6 @@ from raytrain_opt.results import Predictions
 STEPS, VALIDATION_SAMPLES = 20, 400
 MULTIPLIERS: tuple[float, ...] = (2.0, 1.0, 0.5)
 START_UP_S, EPOCH_S = 30.0, 2.0
-STEP: dict[str, Any] = {
-    "precision": "bf16",
-    "kernels": ["TF32", "cuDNN autotuning"],
-    "memory_format": "channels_last",
-    "compile": "off",
-    "optimizer": "fused SGD",
-    "loader_processes": 0,
-}
 
 
 def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
@@ -241,7 +233,7 @@ def result(epochs: int) -> dict[str, Any]:
         "wall_s": START_UP_S + EPOCH_S * epochs + 3,
         "time_to_first_step_s": 28.0,
         "startup_s": {"first_step_s": 28.0},
-        "parallel": {"mode": "sync", "first_step_s": 12.0, "step": STEP},
+        "parallel": {"mode": "sync"},
         "noise_scale": {
             "updates": 9,
             "batch_size": 64,

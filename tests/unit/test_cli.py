@@ -298,14 +298,6 @@ def test_report_writes_a_page_and_says_where(tmp_path: Path) -> None:
     assert (run / "report.html").is_file()
 
 
-def test_report_as_json_prints_the_verdicts_and_writes_nothing(tmp_path: Path) -> None:
-    runs = [str(write_run(tmp_path / name)) for name in ("a", "b")]
-    result = invoke("report", *runs, "--json")
-    assert result.exit_code == 0
-    assert [run["test_metric"] for run in json.loads(result.stdout)["runs"]] == [11 / 12] * 2
-    assert not (tmp_path / "a" / "report.html").exists()
-
-
 def test_a_place_without_a_run_is_wrong_input(tmp_path: Path) -> None:
     result = invoke("report", str(tmp_path))
     assert result.exit_code == 2

@@ -1,4 +1,4 @@
-"""The Python example and the notebook of the documentation, run exactly as they are printed."""
+"""The Python example of the documentation, run exactly as it is printed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 from ray.cluster_utils import Cluster
 
 from tests.support.small_jobs import read_lines
@@ -51,23 +49,3 @@ with injected([{fault}]):
     assert {line["search_on"] for line in rounds} == {"workers"}
     assert {c["optimizer"] for line in rounds for c in line["candidates"]} > {"Muon", "SGD"}
     assert {c["slot"] for line in rounds for c in line["candidates"]} == {-1}
-
-
-@pytest.mark.timeout(600)
-def test_the_notebook_shows_the_progress_and_the_report(
-    tmp_path: Path, local_ray: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", local_ray.address)
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
-    notebook = nbformat.read(DOCS / "quickstart.ipynb", as_version=4)
-    resources = {"metadata": {"path": str(tmp_path)}}
-    NotebookClient(notebook, timeout=500, kernel_name="python3", resources=resources).execute()
-    training, numbers, report = (
-        "".join(str(output.get("text") or output.get("data")) for output in cell.outputs)
-        for cell in notebook.cells
-        if cell.cell_type == "code"
-    )
-    assert "epoch 4/4  lr " in training
-    assert "of the test images after" in numbers
-    assert "iframe srcdoc" in report
-    assert "Loss over epochs" in report

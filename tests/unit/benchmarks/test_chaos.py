@@ -11,39 +11,39 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks import chaos
-from benchmarks.chaos import Outcome, Run, Undisturbed, disturb
-
-UNDISTURBED = Undisturbed(1, "digest", 2)
+from benchmarks.chaos import Outcome, Run, disturb
 
 
 class FakeRun(Run):
     """A run whose first command writes a checkpoint and waits; later ones write one and end."""
 
     def start(self) -> subprocess.Popen[bytes]:
-        command = "pass" if self._marks else "import time; time.sleep(60)"
-        self._marks.append(f"{self.folder} {len(self._marks)}")
+        command = "pass" if self.marks else "import time; time.sleep(60)"
+        self.marks.append(f"{self.folder} {len(self.marks)}")
         process = subprocess.Popen(
-            [sys.executable, "-c", command], env={**os.environ, chaos.MARK: self._marks[-1]}
+            [sys.executable, "-c", command], env={**os.environ, chaos.MARK: self.marks[-1]}
         )
         run = self.folder / "run" / "checkpoints"
         run.mkdir(parents=True, exist_ok=True)
-        checkpoint = {"epoch": len(self._marks), "score": None, "sha256": {}}
+        checkpoint = {"epoch": len(self.marks), "rounds": 0, "steps": 0}
         (run / "index.json").write_text(json.dumps({"checkpoints": [checkpoint]}))
         with (self.folder / "run" / "epochs.jsonl").open("a") as records:
             records.write("{}\n")
         (self.folder / "log.txt").touch()
         return process
 
-    def result(self) -> str:
+    def digest(self) -> str:
         return "digest"
 
 
 def test_a_killed_driver_is_restarted_at_once_and_counted(tmp_path: Path) -> None:
     outcome = Outcome(1, "driver")
-    disturb(FakeRun(tmp_path, 1), outcome, random.Random(0), UNDISTURBED)
+    undisturbed = Outcome(1, "", records=2, digest="digest")
+    disturb(FakeRun(tmp_path, outcome, 1), random.Random(0), undisturbed)
     assert (outcome.faults, outcome.completed, outcome.identical) == (1, True, True)
     assert (outcome.restarts, outcome.lost_checkpoint, outcome.leaked) == (1, False, [])
     assert outcome.recovery_s is not None
+    assert 0 < outcome.lost_s < 60
 
 
 COMMAND = """

@@ -1,4 +1,4 @@
-"""The asynchronous paper: the job's own sections, a simulation, an ensemble."""
+"""The asynchronous paper: an ensemble beside its members."""
 
 from __future__ import annotations
 
@@ -6,16 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.async_simulation import Costs
 from benchmarks.comparison_tasks import SYNTHETIC
 from benchmarks.papers import asynchronous
-
-
-def test_costs_slow_the_simulation_down() -> None:
-    first = asynchronous.simulated(0.25, 25.0, Costs())
-    assert first[48]["min"] > asynchronous.PAPER["speedup_at_48"]
-    costly = asynchronous.simulated(0.25, 25.0, Costs(update_s=1e-8))
-    assert costly[48]["max"] < first[48]["min"]
 
 
 def test_an_ensemble_has_an_error_beside_its_members(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from raytrain_opt.cli import main
 main(["schema"])
 """
 
-TEMPLATES = ("page.html", "page.js", "style.css")
+TEMPLATES = ("page.html", "style.css")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,227 @@
+"""The plots of a run: loss, metric, learning rate, the search, and the speed by batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import nan
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from raytrain_opt.recording.records import RoundRecord
+from raytrain_opt.report.plots import (
+    SERIES,
+    Plot,
+    color,
+    draw,
+    draw_line,
+    percent_axis,
+    plain_log,
+    thousands,
+    whole_numbers,
+)
+from raytrain_opt.report.run_reader import RunRecords
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# More cannot be distinguished in a plot.
+_MAX_ROUNDS, _MAX_POINTS = 300, 12_500
+# With more epochs than this, single points of the training are not marked.
+_MAX_DOTS, _DOT_SIZE = 150, 3
+
+
+def training_plots(run: RunRecords) -> list[Plot]:
+    """Plot losses over epochs and the metric over steps; none without records."""
+    if not run.epochs and not run.rounds:
+        return []
+    return [_losses(run), _metric(run)] if run.epochs else [_metric(run)]
+
+
+def _losses(run: RunRecords) -> Plot:
+    lines = {
+        "training": [(e.epoch, e.train_loss) for e in run.epochs],
+        "test": [(e.epoch, e.test_metrics.get("loss")) for e in run.epochs],
+    }
+
+    def paint(axes: Axes) -> None:
+        marker = "." if len(run.epochs) <= _MAX_DOTS else ""
+        for (name, points), hue in zip(lines.items(), ("blue", "orange"), strict=True):
+            known = [(epoch, loss) for epoch, loss in points if loss is not None]
+            if known:
+                draw_line(axes, known, marker=marker, color=color(hue), label=name)
+        axes.set(xlabel="epoch", ylabel="loss")
+        whole_numbers(axes)
+
+    caption = (
+        "Training loss: mean over the epoch, with augmentation and regularization. Test loss: "
+        "after the epoch."
+    )
+    return draw("loss", "Loss over epochs", caption, paint)
+
+
+def _metric(run: RunRecords) -> Plot:
+    name = run.metric.name
+    caption = f"Blue: the training, by test {name} after each epoch"
+    if run.rounds:
+        caption += (
+            f" and validation {name} of each round's winner. Short lines: candidates, from their "
+            f"common initial state to their {name} on the validation split after pre-training "
+            "(as in figure 2 of the STPT paper)"
+        )
+
+    def paint(axes: Axes) -> None:
+        marker = "." if len(run.epochs) <= _MAX_DOTS else ""
+        draw_line(axes, _main_line(run), marker=marker, color=color("blue"), label="training")
+        for winners, label, line_color, width in (
+            (False, "other candidates", color("grey"), 0.9),
+            (True, "winner", color("orange"), 1.5),
+        ):
+            lines = _candidate_lines(run, winners=winners)
+            if len(lines):
+                x, y = lines[..., 0], lines[..., 1]
+                axes.plot(x.ravel(), y.ravel(), color=line_color, linewidth=width, label=label)
+                axes.plot(x[:, 1], y[:, 1], ".", color=line_color, markersize=_DOT_SIZE)
+        axes.set(xlabel="step", ylabel=name)
+        thousands(axes, "x")
+        if run.metric.is_fraction:
+            percent_axis(axes)
+
+    return draw("metric", f"Training: {name} over steps", f"{caption}.", paint)
+
+
+def _candidate_lines(run: RunRecords, *, winners: bool) -> npt.NDArray[Any]:
+    """Return (step, metric) before and after each pre-training [candidates, 3, 2].
+
+    The third point is NaN, where matplotlib ends a line; so is a metric that was not measured.
+    """
+    lines = []
+    for record in _thin_out(run.rounds, _MAX_ROUNDS):
+        step = run.first_step(record.epoch)
+        is_known = 1 < record.epoch <= len(run.epochs) + 1
+        before = run.epochs[record.epoch - 2].test_metric if is_known else None
+        for candidate in record.candidates:
+            if (candidate is record.chosen) == winners:
+                end = (step + record.pretrain_steps, candidate.val_metric)
+                lines.append([(step, before), end, (nan, nan)])
+    return np.array(lines, float).reshape(-1, 3, 2)
+
+
+def _main_line(run: RunRecords) -> list[tuple[float, float]]:
+    """Return steps and metrics of the training: of kept winners and after each epoch."""
+    points = [
+        (run.first_step(record.epoch) + record.kept_steps, record.chosen.val_metric)
+        for record in run.rounds
+        if record.kept_steps == record.pretrain_steps and record.chosen is not None
+    ]
+    points += [(run.first_step(epoch.epoch + 1), epoch.test_metric) for epoch in run.epochs]
+    return sorted((step, value) for step, value in points if value is not None)
+
+
+def learning_rate_plots(run: RunRecords) -> list[Plot]:
+    """Plot the candidates before the first epoch, and the rate of each step; none without any."""
+    rounds = [record for record in run.rounds if record.stage and record.epoch == 1]
+    plots = [_search(rounds)] if any(record.candidates for record in rounds) else []
+    return [*plots, _learning_rates(run)] if run.schedule else plots
+
+
+def _learning_rates(run: RunRecords) -> Plot:
+    points = [
+        (epoch + step / len(record.steps.lrs), lr)
+        for epoch, record in enumerate(run.schedule)
+        for step, lr in enumerate(record.steps.lrs)
+        if lr > 0
+    ]
+    points = _thin_out(points, _MAX_POINTS)
+    points += [(len(run.schedule), lr) for _, lr in points[-1:]]
+
+    def paint(axes: Axes) -> None:
+        draw_line(axes, points, drawstyle="steps-post", color=color("blue"), linewidth=1.6)
+        axes.set(xlabel="epoch", ylabel="learning rate")
+        plain_log(axes, "y")
+
+    caption = "Learning rate of each step of the training."
+    return draw("learning_rate", "Learning rate over epochs", caption, paint)
+
+
+def _thin_out(values: Sequence[Any], max_values: int) -> list[Any]:
+    """Return at most `max_values` of the values, evenly spaced."""
+    stride = -(-len(values) // max_values)
+    return list(values[:: max(stride, 1)])
+
+
+# Lines of candidates by their number of steps, shortest first; longer ones are all solid.
+_STYLES = (":", "--", "-")
+
+
+def _search(rounds: Sequence[RoundRecord]) -> Plot:
+    optimizers = list(dict.fromkeys(c.optimizer for r in rounds for c in r.candidates))
+    lengths = sorted({record.pretrain_steps for record in rounds})
+    last = rounds[-1]
+
+    def paint(axes: Axes) -> None:
+        lines = {(o, n): _points(rounds, o, n) for o in optimizers for n in lengths}
+        lowest = [min(loss for _, loss in line) for line in lines.values() if line]
+        worst = max(lowest, default=1.0)
+        highest = worst + 0.15 * abs(worst)  # about there, candidates hardly trained
+        for (optimizer, steps), line in lines.items():
+            points = [(lr, loss) for lr, loss in line if loss <= highest]
+            style = _STYLES[min(lengths.index(steps), len(_STYLES) - 1)]
+            hue = color(SERIES[optimizers.index(optimizer) % len(SERIES)])
+            label = optimizer if steps == lengths[0] else None
+            draw_line(axes, points, style, color=hue, marker="o", markersize=4, label=label)
+        if last.winner is not None:
+            label = "usual rate" if last.is_undecided else "chosen peak"
+            axes.axvline(last.next_base_lr, color=color("ink"), linewidth=1, label=label)
+        plain_log(axes, "x")
+        axes.set(xlabel="peak learning rate", ylabel="validation loss")
+
+    caption = (
+        "Validation loss of candidates after a full schedule, compressed into few steps: "
+        f"{', '.join(map(str, lengths))} steps, the shortest dotted, the longest solid. Much "
+        "higher losses are not shown. All values are in the table of rounds."
+    )
+    return draw("search", "Search before the first epoch", caption, paint)
+
+
+def _points(
+    rounds: Sequence[RoundRecord], optimizer: str, steps: int
+) -> list[tuple[float, float]]:
+    """Return the rate and the loss of the candidates that did not diverge, by rate."""
+    return sorted(
+        (candidate.lr, candidate.val_loss)
+        for record in rounds
+        if record.pretrain_steps == steps
+        for candidate in record.candidates
+        if candidate.optimizer == optimizer and candidate.status == "ok"
+        if candidate.val_loss is not None
+    )
+
+
+def batch_size_plots(run: RunRecords) -> list[Plot]:
+    """Plot the speeds of the probes; no plot before the first one that fits into memory."""
+    measured = [record for record in run.probes if record.status == "ok" and record.samples_per_s]
+    if not measured:
+        return []
+
+    def paint(axes: Axes) -> None:
+        axes.errorbar(
+            [record.batch_size for record in measured],
+            [record.samples_per_s or 0.0 for record in measured],
+            [record.samples_per_s_error or 0.0 for record in measured],
+            fmt="o",
+            color=color("blue"),
+            markersize=4,
+            label="probes",
+        )
+        if run.batch_size is not None:
+            chosen = run.batch_size.batch_size_per_worker
+            axes.axvline(chosen, color=color("orange"), linestyle="--", label=f"chosen: {chosen}")
+        axes.set(xlabel="batch size per worker", ylabel="samples/s")
+        plain_log(axes, "x", 2)
+        thousands(axes, "y")
+        axes.set_ylim(bottom=0)
+
+    caption = "Each probe with its standard error. Dashed: the chosen size."
+    return [draw("batch_size_speed", "Speed over batch size", caption, paint)]
