@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
@@ -25,6 +25,7 @@ from raytrain_opt.async_training.scheduler import EpochPhase, MicroBatchDone, Ss
 from raytrain_opt.cluster.connection import alive_nodes, on_driver_node
 from raytrain_opt.data.base import DataInfo
 from raytrain_opt.pools.mailbox import Signal
+from raytrain_opt.pools.programs import ResidentConfig, SynchronousProgram
 from raytrain_opt.recording.records import StalenessRecord
 from raytrain_opt.results import TrainTotals
 from raytrain_opt.threads import compute_threads
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from ray.train import TrainContext
 
     from raytrain_opt.async_training.weight_shard import WeightShard
-    from raytrain_opt.pools.programs import ResidentConfig
     from raytrain_opt.pools.resident import Group, Handler
     from raytrain_opt.train.state import TrainingState
 
@@ -114,12 +114,19 @@ class SspCoordinator:
             self._scheduler.leave(worker)
             self._changed.notify()
 
+    async def end_early(self, phase: str) -> None:
+        """Let this phase end with the step that has begun."""
+        if (scheduler := self._of(phase)) is not None:
+            scheduler.end_early()
+            self._changed.notify()
+
     async def result(self) -> tuple[bool, TrainTotals, StalenessRecord] | None:
         """Return whether the phase is finished, its sums and the staleness; None if aborted."""
         scheduler = self._scheduler
         if scheduler is None:
             return None
-        return scheduler.finished, scheduler.totals, scheduler.staleness
+        steps = scheduler.end // scheduler.phase.micro_batches
+        return scheduler.finished, replace(scheduler.totals, steps=steps), scheduler.staleness
 
     def _of(self, phase: str) -> SspScheduler | None:
         scheduler = self._scheduler
@@ -231,8 +238,8 @@ def parameter_server(
 
 
 @dataclass(frozen=True)
-class AsynchronousWorkers:
-    """Workers that train against a parameter server; implements `WorkerProgram`."""
+class AsynchronousProgram(SynchronousProgram):
+    """A program whose workers train against a parameter server."""
 
     server: ServerHandles
     forms_group: ClassVar[bool] = False
