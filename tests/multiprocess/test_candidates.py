@@ -20,7 +20,7 @@ from raytrain_opt.results import Steps
 from raytrain_opt.search.factory import build_policy
 from raytrain_opt.search.policy import Candidate, History, TryCandidates
 from raytrain_opt.train import gradient_noise
-from raytrain_opt.train.data_parallel import Parallel, distribute
+from raytrain_opt.train.data_parallel import DataParallel, Parallel
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.state import TrainingState
@@ -143,7 +143,7 @@ def stopped_epoch(worker: Worker, states: CountedStates) -> dict[str, Any]:
 def run_rank(rank: int, world_size: int, folder: Path) -> Results:
     gradient_noise.MEASURE_EVERY = 2
     results: dict[str, Any] = {"worker": {}, "slot": {}}
-    connect = distribute if world_size > 1 else Parallel
+    connect = DataParallel if world_size > 1 else Parallel
     for model, work in ((plain_net, search), ("small_cnn", one_round)):
         job, states = make_job(model), CountedStates()
         config, cpu = LearnerConfig.from_job(job), torch.device("cpu")
