@@ -99,11 +99,6 @@ def _plan_workers(
         raise JobError([Problem("workers.count", rule, str(count), hint)])
     worker = dict(workers.resources or _default(count, nodes, use_gpu, WORKER_FRACTION, gpu))
     _require_gpu("workers.resources", worker, use_gpu)
-    if job.batch_norm.sync and not use_gpu and count > 1:
-        raise ResourcesError(
-            "batch_norm.sync: torch's SyncBatchNorm needs GPUs, and this job trains without "
-            f"({_describe(nodes)}); leave it out"
-        )
     free = [_Node(node) for node in nodes]
     placed = _place(free, worker, count)
     if len(placed) < workers.min_workers:

@@ -282,5 +282,13 @@ DataSection = Annotated[
     | Annotated[ImageFolderData, Tag("image_folder")]
     | Annotated[ShardsData, Tag("shards")]
     | Annotated[DatasetData, Tag("DatasetData")],
-    Discriminator(_data_kind),
+    Discriminator(
+        _data_kind,
+        custom_error_type="union_tag_name",
+        custom_error_message="must be a kind of data",
+        custom_error_context={
+            "discriminator": "name",
+            "expected_tags": ", ".join(map(repr, (*DATA_NAMES, "package.module:function"))),
+        },
+    ),
 ]

@@ -2,21 +2,20 @@
 
 pydantic names the alternatives of a union in its paths and reports one error for each of them;
 here every field has one problem: the path as in YAML, which is where the input has the value, the
-rule, the value and the nearest choice.
+rule, the value and the nearest choice. Each section translates its own errors.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from raytrain_opt.config.data import DATA_NAMES
-from raytrain_opt.config.section import BrokenRule, BrokenRulesError, is_bare_name
 from raytrain_opt.errors import Problem
 
 MAX_VALUE_CHARACTERS = 80
@@ -61,35 +60,54 @@ _ELSEWHERE = {
     "warmup_steps": "write warmup: {steps: N} in learning_rate with policy: schedule",
 }
 
-# The error of a default that depends on a field with an error.
-_NO_DEFAULT = "default_factory_not_called"
+
+class SectionError(ValueError):
+    """Everything that is wrong in a section; the paths begin below it."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        super().__init__(problems)
+        self.problems = problems
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, self.problems))
 
 
-class _LocatedError(NamedTuple):
-    """One pydantic error with its path in the YAML file.
+class _Located(NamedTuple):
+    """One error: its path in the section, and the path of a union whose alternative it rejects."""
 
-    `union` is the path of the field of which this error rejects one alternative only.
-    """
-
-    error: ErrorDetails
-    path: tuple[str | int, ...]
-    union: tuple[str | int, ...] | None
+    path: str
+    union: str | None
+    error: ErrorDetails | Problem
 
 
-def problems_of(error: ValidationError, job: type[BaseModel], values: object) -> list[Problem]:
-    """Return one problem for each wrong field of `values`, in the order of the schema.
+def problems_of(error: ValidationError, section: type[BaseModel], values: object) -> list[Problem]:
+    """Return one problem for each wrong field of a section, in the order of the schema.
 
     An error inside an alternative of a union shows that this one was meant: what the others of the
     field say does not count.
     """
-    errors = (e for e in error.errors(include_url=False) if e["type"] != _NO_DEFAULT)
-    located = [_locate(details, values) for details in errors]
-    meant = {e.union for e in located if e.path != e.union}
-    groups: dict[tuple[str | int, ...], list[_LocatedError]] = {}
+    located = [entry for details in error.errors() for entry in _locate(details, values)]
+    meant = {entry.union for entry in located if entry.path != entry.union}
+    groups: dict[str, list[ErrorDetails | Problem]] = {}
     for entry in located:
         if entry.path != entry.union or entry.path not in meant:
-            groups.setdefault(entry.path, []).append(entry)
-    return [problem for group in groups.values() for problem in _problems(group, job)]
+            groups.setdefault(entry.path, []).append(entry.error)
+    problems: list[Problem] = []
+    for path, group in groups.items():
+        if translated := [e for e in group if isinstance(e, Problem)]:
+            problems += [replace(problem, path=path) for problem in translated]
+        else:
+            problems.append(_problem(path, [e for e in group if isinstance(e, dict)], section))
+    return problems
+
+
+def given(value: Any, path: str) -> str | None:
+    """Return the value at a path of a section as the user gave it; None for a default."""
+    for part in path.split("."):
+        if not isinstance(value, dict) or part not in value:
+            return None
+        value = value[part]
+    return shown(value)
 
 
 def nearest(
@@ -116,49 +134,59 @@ def shown(value: object) -> str:
     return text if len(text) <= MAX_VALUE_CHARACTERS else text[: MAX_VALUE_CHARACTERS - 1] + "…"
 
 
-def _problems(group: list[_LocatedError], job: type[BaseModel]) -> list[Problem]:
-    """Return one problem, or several for a section that breaks several of its rules."""
-    located = group[0]
-    kind, value = located.error["type"], located.error["input"]
-    context = located.error.get("ctx", {})
-    broken, path = context.get("error"), _dotted(located.path)
-    if isinstance(broken, BrokenRulesError):
-        return [_broken_rule(located, rule) for rule in broken.rules]
+def _locate(error: ErrorDetails, value: Any) -> Iterator[_Located]:
+    """Follow pydantic's location through the input; what is not there names an alternative."""
+    kind, location, inner = error["type"], error["loc"], error.get("ctx", {}).get("error")
+    if kind == "default_factory_not_called":  # it depends on a field with an error
+        return
+    # What follows a key that the input need not have.
+    of_key = () if kind in ("missing", "extra_forbidden", "invalid_key") else ("[key]",)
+    parts, union = list[str](), None
+    for i, part in enumerate(location, 1):
+        is_there = isinstance(value, Mapping) and part in value
+        if isinstance(value, list | tuple):
+            is_there = isinstance(part, int) and part < len(value)
+        if is_there or location[i:] == of_key:
+            parts.append(str(part))
+            value = value[part] if is_there else None
+        elif part != "[key]":
+            union = ".".join(parts)
+    problems = inner.problems if isinstance(inner, SectionError) else [error]
+    for problem in problems:
+        below = [problem.path] if isinstance(problem, Problem) and problem.path else []
+        yield _Located(".".join([*parts, *below]), union, problem)
+
+
+def _problem(path: str, group: list[ErrorDetails], section: type[BaseModel]) -> Problem:
+    details, context = group[0], group[0].get("ctx", {})
+    kind, value = details["type"], details["input"]
     if kind == "missing":
-        return [Problem(path, "is required")]
+        return Problem(path, "is required")
     if kind == "extra_forbidden":
-        *above, key = located.error["loc"]
-        valid = [name for section in _sections_at(job, above) for name in section.model_fields]
-        names = f"valid here: {', '.join(dict.fromkeys(valid))}"
-        shown_hint = _ELSEWHERE.get(str(key)) or nearest(key, valid) or names
-        return [Problem(path, "is not a known key", shown(value), shown_hint)]
+        names = list(section.model_fields)
+        valid = nearest(path, names) or f"valid here: {', '.join(names)}"
+        return Problem(path, "is not a known key", shown(value), _ELSEWHERE.get(path, valid))
     if kind.startswith("union_tag_"):
-        return [_wrong_tag(located, path, job)]
+        return _wrong_tag(path, details, section)
     if kind == "value_error":
-        return [Problem(path, str(broken or located.error["msg"]), shown(value))]
-    if kind == "invalid_key" or located.error["loc"][-1] == "[key]":
-        return [Problem(path, "its key must be text", shown(located.path[-1]))]
-    choices = [choice for e in group for choice in _choices(e.error)]
-    hint = nearest(value, choices) if isinstance(value, str) else None
-    return [Problem(path, _rule(group), shown(value), hint)]
-
-
-def _rule(group: list[_LocatedError]) -> str:
-    texts = dict.fromkeys(_requirement(located) for located in group)
+        return Problem(path, str(context.get("error", details["msg"])), shown(value))
+    if kind == "invalid_key" or "[key]" in details["loc"]:
+        return Problem(path, "its key must be text", path.rpartition(".")[2])
+    choices = [choice for details in group for choice in _choices(details)]
+    texts = dict.fromkeys(_requirement(path, details) for details in group)
     if "a number" in texts:
-        texts.pop(_MUST_BE["int_type"], None)
-    return f"must be {' or '.join(texts)}"
+        texts.pop("an integer", None)
+    hint = nearest(value, choices) if isinstance(value, str) else None
+    return Problem(path, f"must be {' or '.join(texts)}", shown(value), hint)
 
 
-def _requirement(located: _LocatedError) -> str:
+def _requirement(path: str, error: ErrorDetails) -> str:
     """Return what follows "must be"."""
-    error, key = located.error, "strategy" if "batch_size_search" in located.path else "policy"
-    context = {"key": key, **error.get("ctx", {})}
+    choices, key = _choices(error), "strategy" if path == "batch_size_search" else "policy"
     if error["type"] == "literal_error":
-        choices = _choices(error)
         return f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
-    pattern = _MUST_BE.get(error["type"])
-    return pattern.format(**context) if pattern else f"valid: {error['msg']}"
+    pattern = _MUST_BE.get(error["type"], f"valid: {error['msg']}")
+    return pattern.format(**{"key": key, **error.get("ctx", {})})
 
 
 def _choices(error: ErrorDetails) -> list[str]:
@@ -166,72 +194,16 @@ def _choices(error: ErrorDetails) -> list[str]:
     return re.findall(r"'([^']*)'", context.get("expected_tags", context.get("expected", "")))
 
 
-def _wrong_tag(located: _LocatedError, path: str, job: type[BaseModel]) -> Problem:
+def _wrong_tag(path: str, error: ErrorDetails, section: type[BaseModel]) -> Problem:
     """Report a wrong or missing key that selects the kind of section (`policy`, `data.name`)."""
-    section, key = located.error["input"], located.error["ctx"]["discriminator"].strip("'")
-    sections = _sections_at(job, located.error["loc"])
-    choices = [tag for section_kind in sections for tag in _tags_of(section_kind)]
+    value, key = error["input"], error["ctx"]["discriminator"].strip("'")
+    kinds = sections_in(section.model_fields[path].annotation)
+    choices = _choices(error) or [tag for kind in kinds for tag in _tags_of(kind)]
     rule = f"one of {', '.join(choices)}"
-    if path == "data":
-        key, choices = "name", list(DATA_NAMES)
-        rule = f"one of {', '.join(choices)} or package.module:function"
-    if isinstance(section, dict) and key not in section:
+    if isinstance(value, dict) and key not in value:
         return Problem(f"{path}.{key}", "is required", None, rule)
-    value = section[key] if isinstance(section, dict) else section
+    value = value[key] if isinstance(value, dict) else value
     return Problem(f"{path}.{key}", f"must be {rule}", shown(value), nearest(value, choices))
-
-
-def _broken_rule(located: _LocatedError, rule: BrokenRule) -> Problem:
-    below, text = rule
-    path = _dotted((*located.path, below))
-    return Problem(path, text, _value_text(located.error["input"], below))
-
-
-def _value_text(value: Any, path: str) -> str | None:
-    """Return the value at `path` as the user gave it; None for a default or a bare name."""
-    for part in path.split("."):
-        if not isinstance(value, dict) or part not in value:
-            return None
-        value = value[part]
-    return shown(value)
-
-
-def _dotted(path: Iterable[str | int]) -> str:
-    return ".".join(map(str, path))
-
-
-def _locate(error: ErrorDetails, value: Any) -> _LocatedError:
-    """Follow pydantic's location through the input; what is not there names an alternative."""
-    location = error["loc"]
-    # What follows a key that the input need not have.
-    of_key = () if error["type"] in ("missing", "extra_forbidden", "invalid_key") else ("[key]",)
-    path: tuple[str | int, ...] = ()
-    union: tuple[str | int, ...] | None = None
-    for i, part in enumerate(location, 1):
-        is_there = _has(value, part)
-        if is_there or location[i:] == of_key:
-            path = (*path, part)
-            value = value[part] if is_there and not is_bare_name(value) else None
-        elif part != "[key]":
-            union = path
-    return _LocatedError(error, path, union)
-
-
-def _has(value: Any, part: str | int) -> bool:
-    if isinstance(value, list | tuple):
-        return isinstance(part, int) and part < len(value)
-    return part in value if isinstance(value, Mapping) else part == "name" and is_bare_name(value)
-
-
-def _sections_at(job: type[BaseModel], location: Iterable[str | int]) -> list[type[BaseModel]]:
-    """Return the kinds of section that may stand at a location of pydantic's."""
-    sections = [job]
-    for part in location:
-        fields = [field for s in sections if (field := s.model_fields.get(str(part)))]
-        below = [section for field in fields for section in sections_in(field.annotation)]
-        chosen = [s for s in sections if part in (s.__name__, *_tags_of(s))]
-        sections = below or chosen or sections
-    return sections
 
 
 def sections_in(kind: Any) -> list[type[BaseModel]]:

@@ -36,10 +36,12 @@ SearchOn = Literal["slots", "workers"]
 
 
 class Warmup(Section):
-    """The first epochs: the rate rises to learning_rate.initial, or is constant below it."""
+    """The first epochs or updates: the rate rises to learning_rate.initial, or is below it."""
 
     epochs: NonNegativeInt = 0
     """Length of the warm-up in epochs; 0: no warm-up."""
+    steps: PositiveInt | None = None
+    """Length of the warm-up in updates, in place of epochs; only with policy schedule."""
     lr: PositiveFloat | None = None
     """Rate at the start (linear) or during the warm-up (constant). Default: learning_rate.initial
     / 20 (0.005 for 0.1, as in the paper)."""
@@ -50,21 +52,14 @@ class Warmup(Section):
         """Return the rate at the start of a warm-up to `initial`."""
         return initial / 20 if self.lr is None else self.lr
 
-
-class StepWarmup(Warmup):
-    """The first epochs or updates: the rate rises to learning_rate.initial, or is below it."""
-
-    steps: PositiveInt | None = None
-    """Length of the warm-up in updates, in place of epochs."""
+    def length(self, steps_per_epoch: int) -> int:
+        """Return the length in updates."""
+        return self.epochs * steps_per_epoch if self.steps is None else self.steps
 
     def broken_rules(self) -> Iterator[BrokenRule]:
         """Refuse two lengths."""
         if self.steps is not None and self.epochs:
             yield "steps", "is given in place of epochs; remove one of the two"
-
-    def length(self, steps_per_epoch: int) -> int:
-        """Return the length in updates."""
-        return self.epochs * steps_per_epoch if self.steps is None else self.steps
 
 
 class Scaling(Section):
@@ -87,35 +82,22 @@ FINE_TUNING_LR = 0.01
 _SCALING = "Scale `initial` to the global batch size. Default: no scaling."
 
 
-# Shapes of a rate that falls until the last epoch.
-_DECAYING = ("linear", "polynomial", "cosine")
-
-
 class _Policy(Section):
     """What policies can do.
 
     `has_candidates`: it trains candidates; `searches_first`: only before the first epoch, and the
-    search chooses the optimizer too. `sets_decay`: it sets the weight decay of each epoch.
-    `fits_any_batch`: a search may change the batch size. `averages`: by default an average of the
-    weights is evaluated, which shows what a decaying rate will bring.
+    search chooses the optimizer too. `is_found`: its schedule is what such a search finds or has
+    found: the rate falls to 0, an average of the weights shows what that will bring, and the
+    weight decay may be set for each epoch.
 
-    Each class also has `max_candidates` of a round; `decays`: the rate falls until the last epoch;
-    `fits_any_length`: a training may last a time in place of epochs; `can_be_constant`: the rate
-    may stay constant after the warm-up.
+    Each class also has `max_candidates` of a round, `search_on`, `warmup` and `candidate_batch`.
     """
 
     has_candidates: ClassVar[bool] = False
     searches_first: ClassVar[bool] = False
-    sets_decay: ClassVar[bool] = False
-    fits_any_batch: ClassVar[bool] = True
-    averages: ClassVar[bool] = False
+    is_found: ClassVar[bool] = False
 
     policy: str
-
-    @property
-    def kind(self) -> str:
-        """The policy, and its shape if it has several, for a message."""
-        return f"policy {self.policy}"
 
     @property
     @abstractmethod
@@ -137,14 +119,26 @@ class _Policy(Section):
         """Whether it decides by the validation split."""
         return self.has_candidates or self.follows_metric
 
+    @property
+    def decays(self) -> bool:
+        """Whether the rate falls until the last epoch."""
+        return self.is_found
+
+    @property
+    def can_be_constant(self) -> bool:
+        """Whether the rate may stay constant after the warm-up."""
+        return self.is_found
+
+    @property
+    def fits_any_length(self) -> bool:
+        """Whether a training may last a time in place of a number of epochs."""
+        return self.recorded is None and (self.decays or self.can_be_constant)
+
 
 class StptPolicy(_Policy):
     """Choose the rate of each epoch by training candidates for a few steps (Yamada et al.)."""
 
     has_candidates: ClassVar[bool] = True
-    decays: ClassVar[bool] = False
-    fits_any_length: ClassVar[bool] = False
-    can_be_constant: ClassVar[bool] = False
 
     policy: Literal["stpt"]
     initial: PositiveFloat = 0.1
@@ -172,6 +166,11 @@ class StptPolicy(_Policy):
             raise ValueError("give at least one multiplier, each of them once")
         return value
 
+    def broken_rules(self) -> Iterator[BrokenRule]:
+        """Refuse a warm-up that ends within an epoch."""
+        if self.warmup is not None and self.warmup.steps is not None:
+            yield "warmup.steps", "is for policy schedule; give whole epochs"
+
     @property
     def summary(self) -> str:
         return f"stpt from {self.initial:g}, candidates {self.candidates}, alpha {self.alpha:g}"
@@ -195,11 +194,7 @@ class HorizonPolicy(_Policy):
     has_candidates: ClassVar[bool] = True
     max_candidates: ClassVar[int] = 3
     searches_first: ClassVar[bool] = True
-    sets_decay: ClassVar[bool] = True
-    averages: ClassVar[bool] = True
-    fits_any_length: ClassVar[bool] = True
-    decays: ClassVar[bool] = True
-    can_be_constant: ClassVar[bool] = True
+    is_found: ClassVar[bool] = True
 
     policy: Literal["stpt_horizon"]
     initial: PositiveFloat = Field(
@@ -263,12 +258,8 @@ class SchedulePolicy(_Policy):
     Default: the middle of the epochs after the warm-up."""
     steepness: PositiveFloat = 0.2
     """k of f(x) = k x, x in epochs; larger falls faster (arc_cotangent)."""
-    warmup: StepWarmup = Field(default_factory=StepWarmup)
+    warmup: Warmup = Field(default_factory=Warmup)
     """The first epochs."""
-
-    @property
-    def kind(self) -> str:
-        return f"policy schedule of shape {self.shape}"
 
     @property
     def summary(self) -> str:
@@ -280,18 +271,11 @@ class SchedulePolicy(_Policy):
 
     @property
     def decays(self) -> bool:
-        """Whether the rate falls until the last epoch."""
-        return self.shape in _DECAYING
+        return self.shape in ("linear", "polynomial", "cosine")
 
     @property
     def can_be_constant(self) -> bool:
-        """Whether the rate may stay constant after the warm-up."""
         return self.shape == "constant"
-
-    @property
-    def fits_any_length(self) -> bool:
-        """Whether a training may last a time in place of a number of epochs."""
-        return self.decays or self.can_be_constant
 
     def broken_rules(self) -> Iterator[BrokenRule]:
         """Refuse milestones of other shapes, and a half rate within the warm-up."""
@@ -312,12 +296,7 @@ class ReplayPolicy(_Policy):
     warmup: ClassVar[None] = None
     candidate_batch: ClassVar[None] = None
     max_candidates: ClassVar[int] = 0
-    sets_decay: ClassVar[bool] = True
-    fits_any_batch: ClassVar[bool] = False
-    averages: ClassVar[bool] = True
-    decays: ClassVar[bool] = True
-    can_be_constant: ClassVar[bool] = True
-    fits_any_length: ClassVar[bool] = False
+    is_found: ClassVar[bool] = True
     search_on: ClassVar[SearchOn] = "slots"
 
     policy: Literal["replay"]

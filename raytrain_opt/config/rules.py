@@ -20,55 +20,22 @@ if TYPE_CHECKING:
 Rule = tuple[str, Callable[["Job"], Any], str]
 
 # Settings that need workers that take each step together.
-_NEED_COMMON_STEPS: tuple[Rule, ...] = (
-    ("train_for", lambda job: job.train_for, "needs workers in step; parallel.mode is async"),
-    ("data.drop_last", lambda job: not job.data.drop_last, "async needs equal micro-batches"),
-    ("optimizer", lambda job: job.optimizer.is_choice, "auto needs parallel.mode: sync; name one"),
-    ("average", lambda job: job.average, "averages weights that all workers share; not async"),
-    (
-        "optimizer.name",
-        lambda job: job.optimizer.is_schedule_free,
-        "averages weights that all workers share; needs parallel.mode: sync",
+_NEED_COMMON_STEPS: dict[str, Callable[[Job], Any]] = {
+    "train_for": lambda job: job.train_for,
+    "data.drop_last": lambda job: not job.data.drop_last,
+    "optimizer": lambda job: job.optimizer.is_choice,
+    "optimizer.name": lambda job: (
+        job.optimizer.is_schedule_free or job.optimizer.traits.counts_updates
     ),
-    (
-        "optimizer.name",
-        lambda job: job.optimizer.traits.counts_updates,
-        "counts updates, of which a step has several with async",
-    ),
-    (
-        "optimizer.momentum_warmup",
-        lambda job: job.optimizer.momentum_warmup,
-        "needs steps that all workers take together; parallel.mode is async",
-    ),
-    (
-        "optimizer.clip_norm",
-        lambda job: job.optimizer.clip_norm,
-        "with async no gradient of a global batch exists; remove it, or use mode: sync",
-    ),
-    (
-        "batch_norm.sync",
-        lambda job: job.batch_norm.sync,
-        "needs equal shares of every step, as parallel.mode: sync has",
-    ),
-    (
-        "batch_norm.recalibrate_batches",
-        lambda job: job.batch_norm.recalibrate_batches,
-        "remove it: with async the running statistics are pooled after every epoch",
-    ),
-    (
-        "precision",
-        lambda job: job.precision == "fp16",
-        "fp16 scales the loss by overflows that asynchronous workers do not share; use bf16",
-    ),
-    (
-        "workers.count",
-        lambda job: job.workers.can_shrink,
-        "has no minimum with async: workers continue without a worker that died",
-    ),
-)
+    "optimizer.momentum_warmup": lambda job: job.optimizer.momentum_warmup,
+    "optimizer.clip_norm": lambda job: job.optimizer.clip_norm,
+    "average": lambda job: job.average,
+    "batch_norm.recalibrate_batches": lambda job: job.batch_norm.recalibrate_batches,
+    "precision": lambda job: job.precision == "fp16",  # overflows change the scale of all
+    "workers.count": lambda job: job.workers.can_shrink,
+}
 
 _OWN_SAMPLES = "a task of your own gets the samples as they are; change your Dataset"
-_GIVEN_COUNT = "belongs to a given number of workers; set workers.count"
 
 _RULES: tuple[Rule, ...] = (
     (
@@ -84,8 +51,7 @@ _RULES: tuple[Rule, ...] = (
     (
         "train_for",
         lambda job: job.train_for and not job.learning_rate.fits_any_length,
-        "{job.learning_rate.kind} needs a number of epochs; use policy stpt_horizon, or schedule "
-        "of shape constant, linear, polynomial or cosine",
+        "needs policy stpt_horizon, or schedule of shape constant, linear, polynomial or cosine",
     ),
     (
         "batch_ramp.steps",
@@ -114,11 +80,7 @@ _RULES: tuple[Rule, ...] = (
     ),
     (
         "data.augment",
-        lambda job: (
-            job.gives_own_samples
-            and not job.data.augment.mixes
-            and job.data.augment != BatchAugment()
-        ),
+        lambda job: job.gives_own_samples and job.data.augment != BatchAugment(),
         _OWN_SAMPLES,
     ),
     (
@@ -128,7 +90,7 @@ _RULES: tuple[Rule, ...] = (
     ),
     (
         "batch_size_search",
-        lambda job: job.batch_size_search and not job.learning_rate.fits_any_batch,
+        lambda job: job.batch_size_search and job.learning_rate.recorded,
         "a replayed schedule belongs to the batch size of its run",
     ),
     (
@@ -146,9 +108,9 @@ _RULES: tuple[Rule, ...] = (
         lambda job: (
             job.parallel.micro_batches
             and not job.workers.is_given
-            and (job.batch_norm.sync or not job.parallel.common_steps)
+            and not job.parallel.common_steps
         ),
-        _GIVEN_COUNT,
+        "belongs to a given number of workers; set workers.count",
     ),
     (
         "data.validation_fraction",
@@ -172,7 +134,7 @@ _RULES: tuple[Rule, ...] = (
     ),
     (
         "optimizer.args.weight_decay",
-        lambda job: job.optimizer.has_auto_weight_decay and not job.learning_rate.sets_decay,
+        lambda job: job.optimizer.has_auto_weight_decay and not job.learning_rate.is_found,
         "auto is chosen by policy stpt_horizon; else give a number",
     ),
     (
@@ -187,24 +149,15 @@ _RULES: tuple[Rule, ...] = (
         "stpt_horizon}}, or {{policy: schedule, shape: constant, initial: …, warmup: {{epochs: "
         "1}}}} (customary rates: ScheduleFreeSGD 1, ScheduleFreeAdamW 0.0025)",
     ),
-    (
-        "batch_norm.sync",
-        lambda job: job.batch_norm.sync and job.workers.use_gpu is False and job.workers.size > 1,
-        "torch's SyncBatchNorm needs GPUs, and workers.use_gpu is false",
-    ),
-    (
-        "workers.count",
-        lambda job: job.batch_norm.sync and job.workers.can_shrink,
-        "with fewer workers the micro-batches per worker can differ, and batch_norm.sync needs "
-        "all workers in each; leave one of the two out",
-    ),
 )
 
 
 def broken_rules(job: Job) -> Iterator[BrokenRule]:
     """Yield every rule over several sections that the job breaks."""
-    rules = _RULES if job.parallel.common_steps else (*_NEED_COMMON_STEPS, *_RULES)
-    for path, is_broken, text in rules:
+    for path, is_used in () if job.parallel.common_steps else _NEED_COMMON_STEPS.items():
+        if is_used(job):
+            yield path, "needs workers that take each step together, as parallel.mode: sync has"
+    for path, is_broken, text in _RULES:
         if is_broken(job):
             yield path, text.format(job=job)
     yield from _batch_rules(job)
@@ -220,7 +173,7 @@ def _batch_rules(job: Job) -> Iterator[BrokenRule]:
             rule = f"does not split evenly over {workers} workers; give a multiple of that"
             yield "global_batch_size", rule
         return
-    needs_equal = job.batch_norm.sync or not job.parallel.common_steps
+    needs_equal = not job.parallel.common_steps
     if batch % count or count < workers or (needs_equal and count % workers):
         least = "a multiple of" if needs_equal else "at least"
         rule = f"must be {least} workers.count ({workers}) and divide global_batch_size ({batch})"

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
-from pydantic.functional_validators import ModelWrapValidatorHandler
+from pydantic import Field, ValidationInfo, field_validator
 
 from raytrain_opt.config import rules
 from raytrain_opt.config.batch_size import BatchSizeSection
 from raytrain_opt.config.data import DataSection, HoldOut
-from raytrain_opt.config.error_messages import problems_of
 from raytrain_opt.config.learning_rate import (
     FINE_TUNING_LR,
     HorizonPolicy,
@@ -155,7 +147,7 @@ def _default_average(job: dict[str, Any]) -> AverageSection | None:
     learning_rate = job.get("learning_rate")
     if learning_rate is None or optimizer is None or parallel is None:
         return None
-    averages = learning_rate.averages and parallel.common_steps
+    averages = learning_rate.is_found and parallel.common_steps
     return AverageSection() if averages and not optimizer.is_schedule_free else None
 
 
@@ -189,6 +181,8 @@ class Job(Section):
     Raises JobError with everything that is wrong.
     """
 
+    error = JobError
+
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)
     """First part of the run directory's name."""
     model: ModelSection
@@ -220,7 +214,7 @@ class Job(Section):
     one with policies stpt_horizon and replay, unless the optimizer averages itself, else null,
     which is no average."""
     batch_norm: BatchNormSection = Field(default_factory=BatchNormSection)
-    """Batch normalization with several workers."""
+    """Running averages of batch normalization."""
     batch_ramp: BatchRampSection = Field(default_factory=BatchRampSection)
     """Increase the global batch at given epochs (Smith et al.). Default: never."""
     task: TaskSection = Field(default_factory=TaskSection)
@@ -264,14 +258,6 @@ class Job(Section):
     once more, the other slots train its candidates; if the worker group does, the run ends."""
     timeouts: TimeoutsSection = Field(default_factory=TimeoutsSection)
     """Time limits, in seconds."""
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _raise_job_error(cls, values: Any, build: ModelWrapValidatorHandler[Self]) -> Self:
-        try:
-            return build(values)
-        except ValidationError as error:
-            raise JobError(problems_of(error, cls, values)) from None
 
     @field_validator("learning_rate")
     @classmethod

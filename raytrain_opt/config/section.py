@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import (
     AfterValidator,
@@ -17,8 +17,13 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
+    ValidationError,
     model_validator,
 )
+from pydantic.functional_validators import ModelWrapValidatorHandler
+
+from raytrain_opt.config.error_messages import SectionError, given, problems_of
+from raytrain_opt.errors import Problem
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -130,17 +135,6 @@ def is_function_name(name: object) -> bool:
     return callable(name) or (isinstance(name, str) and ":" in name)
 
 
-class BrokenRulesError(ValueError):
-    """Every rule over several fields that a section breaks, though each field alone is valid."""
-
-    def __init__(self, rules: Sequence[BrokenRule]) -> None:
-        super().__init__(rules)
-        self.rules = rules
-
-    def __str__(self) -> str:
-        return "; ".join(f"{path}: {text}" for path, text in self.rules)
-
-
 class Section(BaseModel):
     """A part of the job file: unknown keys are refused, values never change after loading."""
 
@@ -158,27 +152,31 @@ class Section(BaseModel):
         # of the fields allow; pydantic checks them.
         def __init__(self, **values: Any) -> None: ...
 
+    # Whether it may be written as a bare name: `model: resnet8`.
+    takes_name: ClassVar[bool] = False
+    error: ClassVar[type[Exception]] = SectionError
+
     def broken_rules(self) -> Iterable[BrokenRule]:
-        """Yield every rule over several fields that this section breaks."""
+        """Yield every rule over several fields that this section breaks, though each is valid."""
         return ()
 
-    @model_validator(mode="after")
-    def _raise_broken_rules(self) -> Self:
-        rules = list(self.broken_rules())
-        if rules:
-            raise BrokenRulesError(rules)
-        return self
-
-
-def is_bare_name(value: object) -> bool:
-    """Return whether a value is a name, a function or an object, in place of a section."""
-    return isinstance(value, str) or callable(value) or _is_object(value)
+    @model_validator(mode="wrap")
+    @classmethod
+    def _report_all_problems(cls, values: Any, build: ModelWrapValidatorHandler[Self]) -> Self:
+        is_name = isinstance(values, str) or callable(values) or _is_object(values)
+        if cls.takes_name and is_name:
+            values = {"name": values}
+        try:
+            section = build(values)
+        except ValidationError as error:
+            raise cls.error(problems_of(error, cls, values)) from None
+        rules = section.broken_rules()
+        if problems := [Problem(path, text, given(values, path)) for path, text in rules]:
+            raise cls.error(problems)
+        return section
 
 
 class NamedSection(Section):
-    """A section that may be written as a bare name: `model: resnet8`."""
+    """A section that may be written as a bare name."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _accept_bare_name(cls, value: Any) -> Any:
-        return {"name": value} if is_bare_name(value) else value
+    takes_name: ClassVar[bool] = True

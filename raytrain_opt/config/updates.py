@@ -234,12 +234,10 @@ class AverageSection(Section):
 
 
 class BatchNormSection(Section):
-    """Batch normalization with several workers."""
+    """Running averages of batch normalization."""
 
     momentum: PositiveFloat | None = Field(None, le=1)
     """Weight of a new batch in the running statistics. Default: that of the model."""
-    sync: bool = False
-    """Normalize with the statistics of all workers (SyncBatchNorm)."""
     recalibrate_batches: NonNegativeInt = 0
     """Recompute the running averages before every evaluation from the first steps of the epoch,
     this many; 0: use those of the training."""

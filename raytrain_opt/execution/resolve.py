@@ -11,9 +11,10 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.optim.epoch_steps import EpochSteps, Length, epoch_steps, length_of
 from raytrain_opt.optim.schedules import scale_lr
-from raytrain_opt.search.factory import TaskFacts, build_policy
+from raytrain_opt.search.factory import build_policy, guessing_loss
 from raytrain_opt.search.optimizer_race import is_too_costly
 from raytrain_opt.search.policy import Policy
+from raytrain_opt.search.stpt_horizon import TaskFacts
 from raytrain_opt.train.learner_config import LearnerConfig
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def resolve(job: Job, facts: Facts, placement: Placement, global_batch_size: int
         channel_norm=facts.channel_norm,
         validation_size=facts.info.validation_size,
         step_flops=facts.search_flops * global_batch_size,
-        class_counts=facts.info.class_counts,
+        guessing_loss=guessing_loss(job, facts.info.class_counts),
     )
     policy = build_policy(chosen, length, steps, task)
     learner = replace(learner, optimizers=chosen.optimizers)

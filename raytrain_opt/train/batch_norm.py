@@ -23,8 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from raytrain_opt.config.updates import BatchNormSection
-from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.random_state import preserve_modes
 from raytrain_opt.results import BufferUpdates
 from raytrain_opt.train.tree_sum import TreeSum
@@ -33,28 +31,11 @@ from raytrain_opt.train.tree_sum import TreeSum
 _HALF = 32
 
 
-def prepare_batch_norm(
-    model: nn.Module, section: BatchNormSection, *, world_size: int
-) -> nn.Module:
-    """Apply the job's settings to the BatchNorm layers of a model that is on its device.
-
-    Call it before the optimizer, `compile` and DDP see the model. Parameters stay the same
-    objects, and the names in `state_dict` stay the same. Returns the model, or a new module if
-    the model itself is a BatchNorm layer. Raises JobError for SyncBatchNorm on CPU, where
-    torch has none.
-    """
-    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    if section.momentum is not None:
-        for layer in layers:
-            layer.momentum = section.momentum
-    if not (section.sync and layers) or world_size == 1:
-        return model
-    if next(model.parameters()).device.type == "cpu":
-        rule = "torch's SyncBatchNorm needs GPUs, but these workers compute on CPU"
-        hint = "leave it out: the running averages follow all workers' batches anyway"
-        raise JobError([Problem("batch_norm.sync", rule, "true", hint)])
-    synced: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-    return synced
+def set_momentum(model: nn.Module, momentum: float | None) -> None:
+    """Set the weight of a new batch in the running averages; None: leave that of the model."""
+    for layer in model.modules():
+        if momentum is not None and isinstance(layer, _BatchNorm):
+            layer.momentum = momentum
 
 
 def freeze_statistics(model: nn.Module, patterns: Sequence[str]) -> None:

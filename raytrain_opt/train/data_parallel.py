@@ -109,9 +109,12 @@ class Parallel:
     def after_step(self) -> None:
         """Call this after each update."""
 
-    def end_phase(self) -> tuple[Pair, ...]:
-        """End the phase; return squared gradient norms of some updates (`gradient_noise`)."""
+    def take_norms(self) -> tuple[Pair, ...]:
+        """Return the squared gradient norms of the phase so far (`gradient_noise`), once."""
         return ()
+
+    def end_phase(self) -> None:
+        """End the phase."""
 
     def report(self) -> dict[str, object]:
         """Return what was chosen and measured, for the records."""
@@ -221,9 +224,11 @@ class DataParallel(Parallel):
         self._has_updated = True
         self._balance.after_update()
 
-    def end_phase(self) -> tuple[Pair, ...]:
+    def take_norms(self) -> tuple[Pair, ...]:
+        return self._noise.take()
+
+    def end_phase(self) -> None:
         self._balance.end_measurement()
-        return self._noise.end_phase()
 
     def report(self) -> dict[str, object]:
         section, largest = self._section, max(self._balance.speeds)

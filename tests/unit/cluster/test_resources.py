@@ -20,7 +20,6 @@ def plan(
     candidates: int = 4,
     workers: dict[str, Any] | int = 2,
     slots: dict[str, Any] | None = None,
-    sync: bool = False,
     search_on: str = "slots",
     mode: str = "sync",
 ) -> PoolPlan:
@@ -33,7 +32,6 @@ def plan(
             "global_batch_size": 960,
             "workers": section,
             "slots": slots or {},
-            "batch_norm": {"sync": sync},
             "parallel": {"mode": mode},
             "learning_rate": {"policy": "stpt_horizon", "search_on": search_on},
         }
@@ -126,13 +124,6 @@ def test_gpus_are_used_only_if_requested_and_available() -> None:
     assert plan(ONE_GPU, workers={"count": 1, "use_gpu": True}).use_gpu
     with pytest.raises(ResourcesError, match="no node has a free one .*use_gpu: false"):
         plan(LAPTOP, workers={"count": 1, "use_gpu": True})
-
-
-def test_batch_norm_over_all_workers_needs_gpus() -> None:
-    with pytest.raises(ResourcesError, match=r"batch_norm\.sync: .* needs GPUs"):
-        plan(LAPTOP, sync=True)
-    assert plan(LAPTOP, workers=1, sync=True).workers == 1
-    assert plan(TWO_GPUS, sync=True).use_gpu
 
 
 # Explicit resources, several nodes, and what an error says.

@@ -10,12 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from raytrain_opt.config.updates import BatchNormSection
-from raytrain_opt.errors import JobError
 from raytrain_opt.train.batch_norm import (
     StepBuffers,
-    prepare_batch_norm,
     recalibrate,
+    set_momentum,
 )
 
 
@@ -45,12 +43,8 @@ def images(seed: int, count: int = 6) -> Tensor:
     return torch.randn(count, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
 
 
-def section(momentum: float | None = None, sync: bool = False) -> BatchNormSection:
-    return BatchNormSection(momentum=momentum, sync=sync)
-
-
 def momenta(model: nn.Module) -> list[float | None]:
-    norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
+    norms = (nn.BatchNorm1d, nn.BatchNorm2d)
     return [module.momentum for module in model.modules() if isinstance(module, norms)]
 
 
@@ -70,36 +64,14 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def test_momentum_is_that_of_the_model_by_default(
     net: Net, momentum: float | None, expected: list[float]
 ) -> None:
-    assert prepare_batch_norm(net, section(momentum), world_size=4) is net
+    set_momentum(net, momentum)
     assert momenta(net) == expected
 
 
 def test_momentum_does_not_change_other_normalization_layers() -> None:
     model = nn.Sequential(nn.InstanceNorm2d(3, momentum=0.1), nn.BatchNorm2d(3))
-    prepare_batch_norm(model, section(0.5), world_size=1)
+    set_momentum(model, 0.5)
     assert [module.momentum for module in model] == [0.1, 0.5]
-
-
-def test_sync_converts_all_layers_and_keeps_parameters_and_names() -> None:
-    with torch.device("meta"):
-        net = Net()
-    parameters, names = list(net.parameters()), list(net.state_dict())
-    synced = prepare_batch_norm(net, section(0.05, sync=True), world_size=2)
-    assert sum(isinstance(module, nn.SyncBatchNorm) for module in synced.modules()) == 3
-    assert momenta(synced) == [0.05] * 3
-    assert list(synced.state_dict()) == names
-    assert all(a is b for a, b in zip(synced.parameters(), parameters, strict=True))
-
-
-def test_sync_with_one_worker_changes_no_layer(net: Net) -> None:
-    assert prepare_batch_norm(net, section(sync=True), world_size=1) is net
-    assert not any(isinstance(module, nn.SyncBatchNorm) for module in net.modules())
-
-
-def test_sync_on_cpu_is_refused(net: Net) -> None:
-    with pytest.raises(JobError, match=r"batch_norm\.sync: .*needs GPUs.*leave it out") as caught:
-        prepare_batch_norm(net, section(sync=True), world_size=2)
-    assert caught.value.exit_code == 2
 
 
 def step(buffers: StepBuffers, model: nn.Module, batches: list[Tensor]) -> None:
