@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from raytrain_opt.config.batch_size import BatchSizeSection
 from raytrain_opt.data.base import Batch
 from raytrain_opt.errors import DataError, JobError, Problem
-from raytrain_opt.optim.epoch_steps import Epochs, Time
+from raytrain_opt.optim.epoch_steps import Length
 from raytrain_opt.results import Probe
 from raytrain_opt.search.batch_size.strategy import (
     ProbeRequest,
@@ -110,7 +109,7 @@ class MinibatchSizeOptimizer:
     def _search(
         self, training: ProbedTraining, samples: int, epochs: int | None
     ) -> MinibatchChoice:
-        length = Time(math.inf) if epochs is None else Epochs(epochs)
+        length = Length(epochs or 0)
         largest = largest_size(self.section, self.section.initial, samples, length)
         strategy = build_strategy(self.section, SizeBounds(largest, samples))
         probes: list[Probe] = []
