@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from raytrain_opt.config.learning_rate import ReplayPolicy
@@ -28,8 +28,7 @@ class Facts:
     `muon_flops`: operations with which a step of Muon orthogonalizes, if the job may choose it;
     None if Muon cannot train the network. `sample_flops`: operations of training one sample;
     `search_flops`: the same, estimated where torch does not count. `channel_norm`: the network
-    normalizes channels; `embeddings`: it has some. `problems_of_several`: why several synchronous
-    workers could not train the network.
+    normalizes channels; `embeddings`: it has some.
     """
 
     info: DataInfo
@@ -38,7 +37,6 @@ class Facts:
     search_flops: float = math.inf
     channel_norm: bool = True
     embeddings: bool = False
-    problems_of_several: list[Problem] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.errors import JobError
 from raytrain_opt.recording.predictions import PredictionsRecord
 from raytrain_opt.results import MAX_MISTAKES, Predictions, Steps
-from raytrain_opt.train.kernels import BACKENDS
+from raytrain_opt.train.kernels import COMPILE_ARGUMENTS
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -421,7 +421,7 @@ def test_a_compiled_model_survives_other_states_rates_and_optimizers(
             trained.finish_phase()
             trained.evaluate("test")
 
-    monkeypatch.setitem(BACKENDS, "default", count_graphs)
+    monkeypatch.setitem(COMPILE_ARGUMENTS, "default", {"backend": count_graphs})
     job = {"optimizer": {"name": "auto", "candidates": ["SGD", "AdamW"]}, "average": {}}
     compiled, eager = (learner(net_with_norm, compile=c, **job) for c in ("default", "off"))
     assert not graphs
