@@ -291,12 +291,12 @@ def test_all_broken_rules_between_sections_are_reported_at_once() -> None:
         "batch_ramp: {steps: [{epoch: 3, factor: 2}, {epoch: 2, factor: 4}]}",
     )
     assert [problem.path for problem in reported] == [
-        "data.validation_fraction",
-        "global_batch_size",
         "learning_rate.warmup.epochs",
         "batch_ramp.steps",
         "batch_ramp.steps",
         "batch_ramp.steps",
+        "data.validation_fraction",
+        "global_batch_size",
     ]
 
 
