@@ -31,7 +31,7 @@ cluster would do; the others recover by themselves. Each run is compared with an
     median_recovery_s, worst_recovery_s
                         from the first fault until the run writes records again: the time of
                         restarts, and of repeating the interrupted phase; `recovery_s`: median by
-                        role. Under S3, a killed driver's lease lasts 60 s
+                        role
     restarts            commands started again because the previous one died
     roles, storages, policies    runs by each
 
@@ -101,8 +101,7 @@ MARK = "RAYTRAIN_OPT_CHAOS"
 RUN_LIMIT_S = 900.0
 # Ray's agents need a minute to notice a killed driver.
 EXIT_LIMIT_S = 90.0
-# A run that dies of its kill recovers with one restart; more mean that it never will. Under S3 the
-# lease of the killed driver refuses some before.
+# A run that dies of its kill recovers with one restart; more mean that it never will.
 MAX_RESTARTS = 12
 
 

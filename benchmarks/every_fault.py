@@ -177,12 +177,11 @@ class Watch:
                 watch.meet(f"after {command.name} of {self.name}")
                 return reply
 
-            def _on_step(self, done: int, total: int) -> object:
+            def _on_step(self, done: int, total: int) -> None:
                 watch.meet(f"step of {self.name}")
-                ends = super()._on_step(done, total)
-                if self.trains and not ends:
+                super()._on_step(done, total)
+                if self.trains:
                     watch.count_step()
-                return ends
 
         def fsync(descriptor: int) -> None:
             watch._change("fsync", descriptor)

@@ -38,7 +38,7 @@ from raytrain_opt.config.updates import ParallelSection
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.optim.epoch_steps import ramp_factor
 from raytrain_opt.results import Steps
-from raytrain_opt.train import load_balance
+from raytrain_opt.train import micro_batches
 from raytrain_opt.train.data_parallel import Parallel, distribute
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
@@ -166,7 +166,7 @@ def _random_shares(stage: Stage) -> Any:
 
     if stage.shares is None:
         return nullcontext()
-    return mock.patch.object(load_balance, "split_by_speed", split)
+    return mock.patch.object(micro_batches, "split_by_speed", split)
 
 
 def run_group(function: Callable[..., None], workers: int, arguments: tuple[Any, ...]) -> None:

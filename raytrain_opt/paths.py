@@ -101,8 +101,7 @@ class RunPaths:
         """Return the directory of an earlier run; what a resume needs of a URI is copied here.
 
         `argument`: the option that names the run, for messages. `write`: whether the run is to be
-        written under its URI, where `release` lets others write again. Raises JobError when the
-        directory has no checkpoint, or another process writes to it.
+        written. Raises JobError when the directory has no checkpoint, or belongs to another user.
         """
         check_run(run_dir, argument)
         if not is_remote(run_dir):
@@ -119,12 +118,9 @@ class RunPaths:
         paths = cls(folder.path, run_dir, folder)
         try:
             with readable(run_dir, argument):
-                if write:
-                    paths.claim()
                 if paths._copy is not None:
                     paths._copy.fetch()
         except BaseException:
-            paths.release()
             remove_tree(paths.local)
             raise
         return paths
@@ -143,19 +139,6 @@ class RunPaths:
     def ray_storage(self) -> str:
         """Storage path of Ray Train and Ray Tune, on this machine: no run needs it later."""
         return str(self.local / RAY_FOLDER)
-
-    def claim(self) -> None:
-        """Let no other process write under the URI until `release`.
-
-        Raises JobError if a live one does, and StorageError.
-        """
-        if self._copy is not None:
-            self._copy.take_lease()
-
-    def release(self) -> None:
-        """Let other processes write under the URI."""
-        if self._copy is not None:
-            self._copy.release_lease()
 
     def publish(self) -> str | None:
         """Copy new and changed files to the remote storage, and remove deleted ones there.

@@ -45,9 +45,6 @@ _RETRIES: Any = {"max_retries": 5, "retry_timeout": timedelta(seconds=60)}
 # A request sends or receives at most 8 MiB before an answer or more data has to follow; the other
 # limit, for all of a request, ends downloads of large checkpoints, so it is generous.
 _CLIENT = {"read_timeout": timedelta(seconds=30), "timeout": timedelta(hours=1)}
-# An object cannot be appended to. Records grow by one object after each of this size, so that
-# an epoch never sends more than this of a record again.
-RECORD_PART = 2**20
 # Far more than a record, a job or an image has; a larger file would only fill the memory.
 MAX_BYTES = 2**30
 
@@ -155,11 +152,6 @@ def error_text(error: BaseException) -> str:
     return f"{text} (timed out)" if "TimedOut" in debug else text
 
 
-def record_part(name: str, number: int) -> str:
-    """Return the name of the object with the n-th `RECORD_PART` bytes of a record, from 0."""
-    return f"{name}.{number}" if number else name
-
-
 def read(storage_path: str, name: str) -> bytes | None:
     """Return the content of a file; None when there is no such file. Raises StorageError."""
     with storage_errors(f"{join(storage_path, name)} cannot be read"):
@@ -194,14 +186,11 @@ def open_plain(path: str, flags: int) -> int:
 
 
 def read_object(store: ObjectStore, name: str) -> bytes | None:
-    """Return the content of an object, of a record (.jsonl) all parts; None if it is missing."""
-    parts: list[bytes] = []
+    """Return the content of an object; None if it is missing."""
     try:
-        while not parts or (name.endswith(".jsonl") and len(parts[-1]) == RECORD_PART):
-            parts.append(bytes(obstore.get(store, record_part(name, len(parts))).bytes()))
+        return bytes(obstore.get(store, name).bytes())
     except FileNotFoundError:
-        pass
-    return b"".join(parts) if parts else None
+        return None
 
 
 def write(storage_path: str, name: str, content: bytes) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
@@ -114,12 +114,19 @@ class SspCoordinator:
             self._scheduler.leave(worker)
             self._changed.notify()
 
+    async def end_early(self, phase: str) -> None:
+        """Let this phase end with the step that has begun."""
+        if (scheduler := self._of(phase)) is not None:
+            scheduler.end_early()
+            self._changed.notify()
+
     async def result(self) -> tuple[bool, TrainTotals, StalenessRecord] | None:
         """Return whether the phase is finished, its sums and the staleness; None if aborted."""
         scheduler = self._scheduler
         if scheduler is None:
             return None
-        return scheduler.finished, scheduler.totals, scheduler.staleness
+        steps = scheduler.end // scheduler.phase.micro_batches
+        return scheduler.finished, replace(scheduler.totals, steps=steps), scheduler.staleness
 
     def _of(self, phase: str) -> SspScheduler | None:
         scheduler = self._scheduler

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -17,8 +18,8 @@ from raytrain_opt.clock import Stopwatch, monotonic_s
 from raytrain_opt.cluster.connection import answer
 from raytrain_opt.config.processes import TimeoutsSection
 from raytrain_opt.errors import PoolError
-from raytrain_opt.pools.commands import Evaluate, MainTrain, StateRef
-from raytrain_opt.pools.protocol import TrainingOutcome, slowest
+from raytrain_opt.pools.commands import Evaluate, MainTrain, Progress, StateRef
+from raytrain_opt.pools.protocol import IsDue, TrainingOutcome, slowest
 from raytrain_opt.pools.ray_pool import RayPool
 from raytrain_opt.pools.state_store import RayStateStore
 from raytrain_opt.recording.records import StalenessRecord
@@ -50,7 +51,10 @@ class AsynchronousTraining:
         self._workers, self._states, self._server = workers, states, server
         self._granularity = Granularity(config.async_splits)
 
-    def train(self, command: MainTrain, *, check: bool) -> TrainingOutcome:
+    def train(
+        self, command: MainTrain, *, check: bool, is_due: IsDue = lambda: False
+    ) -> TrainingOutcome:
+        """As `MainTraining.train`; all workers wait for the end of the last step."""
         stopwatch = Stopwatch()
         command = replace(command, split=self._granularity.split)
         phase = epoch_phase(self._config, command)
@@ -59,18 +63,19 @@ class AsynchronousTraining:
             with stopwatch.measure("load_s"):
                 command = self._begin(phase, command)
             start = self._states.get(command.state)
-            trained = self._train_phase(phase, command, start, check=check)
+            with self._ended_when(is_due, phase.id):
+                trained = self._train_phase(phase, command, start, check=check)
         parts, metrics, totals, staleness, digests = trained
         with stopwatch.measure("average_s"):
-            buffers = advance_buffers(start, [m.buffers for m in metrics], len(phase.steps.lrs))
-            state = self._states.put(phase.id, assemble_state(start, parts, buffers))
+            buffers = advance_buffers(start, [m.buffers for m in metrics], totals.steps)
+            state_id = f"{phase.epoch}.{phase.steps.first + totals.steps}"
+            state = self._states.put(state_id, assemble_state(start, parts, buffers))
         timings_s = slowest(
             {**w.timings_s, "compute_s": w.duration_s, "data_wait_s": w.data_wait_s}
             for w in metrics
         )
         totals = replace(
             totals,
-            steps=len(phase.steps.lrs),
             duration_s=timings_s["compute_s"],
             data_wait_s=timings_s["data_wait_s"],
         )
@@ -115,6 +120,23 @@ class AsynchronousTraining:
                 command = cast(MainTrain, self._states.renew(command))
             else:
                 return command
+
+    @contextmanager
+    def _ended_when(self, is_due: IsDue, phase: str) -> Iterator[None]:
+        """End the phase that is trained in the block as soon as `is_due`."""
+        show = self._workers.on_wait
+
+        def look(pool: str, progress: Progress | None) -> None:
+            if show is not None:
+                show(pool, progress)
+            if is_due():
+                self._server.coordinator.end_early.remote(phase)
+
+        self._workers.on_wait = look
+        try:
+            yield
+        finally:
+            self._workers.on_wait = show
 
     def _train_phase(
         self, phase: EpochPhase, command: MainTrain, start: TrainingState, *, check: bool

@@ -60,9 +60,9 @@ def epoch_phase(config: LearnerConfig, command: MainTrain) -> EpochPhase:
     """Return the phase of a command with the learners' settings."""
     factor = ramp_factor(config.batch_ramp.steps, command.epoch)
     return EpochPhase(
-        id=f"{command.epoch}.{command.steps.end}",
+        id=f"{command.epoch}.{command.steps.first}-{command.steps.end}",
         epoch=command.epoch,
-        steps=command.steps,
+        steps=command.steps.before(command.end),
         micro_batches=config.worker_count * command.split * factor,
         bound=config.parallel.staleness_bound,
     )
@@ -85,19 +85,22 @@ class SspScheduler:
 
     phase: EpochPhase
     version: int = 0
+    end: int = field(init=False)  # number of the first micro-batch that does not belong to it
     totals: TrainTotals = TrainTotals(0, 0, (0.0,), 0, 0.0, 0.0)
     _free: list[int] = field(init=False)
+    _reached: int = 0  # number of the first micro-batch that was never claimed
     _claims: dict[int, int] = field(default_factory=dict)  # micro-batch -> worker
     _begun: dict[int, int] = field(default_factory=dict)  # micro-batch -> version of its weights
     _counts: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self._free = list(range(self.phase.size))
+        self.end = self.phase.size
+        self._free = list(range(self.end))
 
     @property
     def finished(self) -> bool:
         """Whether every micro-batch is an update."""
-        return self.version == self.phase.size
+        return self.version == self.end
 
     @property
     def has_work(self) -> bool:
@@ -107,15 +110,22 @@ class SspScheduler:
     @property
     def staleness(self) -> StalenessRecord:
         """Number of gradients by staleness, from 0, and mean and maximum."""
-        counts = tuple(self._counts[k] for k in range(max(self._counts, default=-1) + 1))
-        mean = sum(k * n for k, n in enumerate(counts)) / max(1, sum(counts))
-        return StalenessRecord(counts=counts, mean=mean, max=len(counts) - 1)
+        highest = max(self._counts, default=-1)
+        return StalenessRecord.of([self._counts[k] for k in range(highest + 1)])
+
+    def end_early(self) -> None:
+        """Let the phase end with the step of the last micro-batch that was claimed."""
+        per_step = self.phase.micro_batches
+        self.end = min(self.end, max(1, math.ceil(self._reached / per_step)) * per_step)
+        self._free = [number for number in self._free if number < self.end]
+        heapq.heapify(self._free)
 
     def claim(self, worker: int) -> int | None:
         """Give the worker the next free micro-batch; None when all are claimed."""
         if not self._free:
             return None
         number = heapq.heappop(self._free)
+        self._reached = max(self._reached, number + 1)
         self._claims[number] = worker
         return number
 

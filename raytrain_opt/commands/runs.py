@@ -25,12 +25,12 @@ from raytrain_opt.recording.records import (
     Event,
     ResultRecord,
 )
-from raytrain_opt.remote import is_leased
 from raytrain_opt.report.plots import duration, percent, rate
-from raytrain_opt.storage import check_uri, is_remote, last_name, local_path, storage_errors
+from raytrain_opt.storage import check_uri, is_remote, last_name, local_path
 
 State = Literal[
     "running",
+    "unfinished",  # under a URI, where nobody knows whether its process lives
     "finished",
     "interrupted",
     "failed",
@@ -129,12 +129,12 @@ def _unfinished(
     run_dir: str, started: datetime, latest: EpochRecord | None
 ) -> tuple[State, float | None]:
     """Return the state of a run without a result, and its duration if that is known."""
-    with storage_errors(f"{run_dir} cannot be read"):
-        is_live = is_leased(run_dir) if is_remote(run_dir) else is_locked(local_path(run_dir))
-    if is_live:
+    if not is_remote(run_dir) and is_locked(local_path(run_dir)):
         return "running", (datetime.now(UTC) - started).total_seconds()
     event = read_last(run_dir, "events.jsonl", Event)
     if event is not None and event.kind in ("failed", "interrupted"):
         return ("failed" if event.kind == "failed" else "interrupted"), event.time_s
     chosen = None if latest else read_record(run_dir, "batch_size.json", BatchSizeRecord)
-    return ("interrupted", None) if chosen is None else ("batch size found", chosen.duration_s)
+    if chosen is not None:
+        return "batch size found", chosen.duration_s
+    return ("unfinished" if is_remote(run_dir) else "interrupted"), None

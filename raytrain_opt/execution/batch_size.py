@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from raytrain_opt.clock import monotonic_s
@@ -238,7 +238,6 @@ def _bounds(
     steps, rule = job.batch_ramp.steps, _scaling_rule(job)
     length = length_of(job)
     largest = largest_size(section, own, train_size, length, workers, steps, rule)
-    bounds = SizeBounds(largest, train_size // workers, workers, own)
     note(
         f"batch sizes of 1 to {largest} per worker are allowed, by the size of the training set, "
         f"min_updates_per_epoch: {section.min_updates_per_epoch}, min_updates: "
@@ -246,10 +245,8 @@ def _bounds(
         f"grows {LARGEST_LR_FACTOR}-fold at most)"
     )
     max_step_s = _TRAINING_FRACTION * length.seconds / section.min_updates
-    bounds = replace(bounds, max_step_s=max_step_s)
-    if getattr(section, "objective", None) == "auto":
-        bounds = replace(bounds, noise_scale=_measured_noise_scale(job, note))
-    return bounds
+    noise_scale = _measured_noise_scale(job, note) if section.weighs_noise else None
+    return SizeBounds(largest, train_size // workers, workers, own, max_step_s, noise_scale)
 
 
 def _measured_noise_scale(job: Job, note: Callable[[str], None]) -> float | None:

@@ -150,7 +150,6 @@ def read_data(job: Job) -> tuple[SharedData, DataInfo, tuple[Batch, Batch]]:
         classification=job.task.is_classification,
     )
     try:
-        data.check_samples()
         is_one = job.batch_size_per_worker == 1 and job.batch_size_search is None
         train = data.first_samples("train", 1 if is_one else 2)
         samples = train, data.first_samples("test")
@@ -182,7 +181,7 @@ def _try_network(
     shape, classes = info.sample_shape, info.num_classes
     model = _build_model(job, info)
     task = build_task(job.task, job.loss, info)
-    problems_of_several = _try_model(job, task, model, samples, classes)
+    _try_model(job, task, model, samples, classes)
     find_metric_names(task, model, samples[1])
     if aggregates(task) and not job.parallel.common_steps:
         rule = "has aggregate, and with parallel.mode: async no worker has the outputs of all"
@@ -209,7 +208,6 @@ def _try_network(
         search_flops,
         channel_norm=any(isinstance(layer, _NormBase | GroupNorm) for layer in model.modules()),
         embeddings=any(isinstance(layer, EMBEDDING) for layer in model.modules()),
-        problems_of_several=problems_of_several,
     )
     return facts, StepTimer(task, model, samples[0], job.precision)
 
@@ -239,8 +237,8 @@ def _estimated(flops: float, model: nn.Module, sample_shape: tuple[int, ...]) ->
 
 def _try_model(
     job: Job, task: Task, model: nn.Module, samples: tuple[Batch, Batch], num_classes: int
-) -> list[Problem]:
-    """Try model, loss and the first step; return why several workers cannot train it."""
+) -> None:
+    """Try model, loss and the first step."""
     import torch
 
     from raytrain_opt.optim.factory import build_optimizer
@@ -253,7 +251,7 @@ def _try_model(
     own = [o for o in job.optimizers if is_function_name(o.name)]
     optimizers = [build_optimizer(o, model, steps_per_epoch=1) for o in own]
     try:
-        return check_steps(task, model, *samples, num_classes, optimizers)
+        check_steps(task, model, *samples, num_classes, optimizers)
     except (DataError, JobError) as error:
         if not job.channels_last or "view size is not compatible" not in str(error):
             raise

@@ -149,8 +149,6 @@ class RayBackend:
         self.plan = plan = plan_when_there_is_room(job, candidates, note)
         for text in plan.notes:
             note(text)
-        if plan.workers > 1 and job.parallel.common_steps and facts.problems_of_several:
-            raise JobError(facts.problems_of_several)
         threads = job.workers.threads
         if self._cores is not None and self.owns_ray and not plan.use_gpu:
             choose, batch_size = self._choose_threads, job.global_batch_size // plan.workers

@@ -40,7 +40,7 @@ class Startup:
 
 @dataclass(frozen=True)
 class PartialEpoch:
-    """The part of an epoch that is done: its rounds, and the steps before a signal."""
+    """The part of an epoch that is done: its rounds, and the first steps of its training."""
 
     steps: Steps = NO_STEPS  # that were kept
     round_record: RoundRecord | None = None  # of the last round; the main training completes it
@@ -127,11 +127,10 @@ class EpochMetrics:
         return self.train.loss if self.train.samples else math.nan
 
     def add(self, command: MainTrain, outcome: TrainingOutcome) -> None:
-        """Add the steps of a main training, or of the part of it before it was stopped."""
-        totals = outcome.totals
+        """Add the steps of a main training, or of a part of it."""
+        totals, staleness = outcome.totals, outcome.staleness
         self.train = totals if self.train is None else self.train.plus(totals)
-        if totals.steps:  # none are left where a signal arrived in the evaluation
-            self.staleness = outcome.staleness
+        self.staleness = self.staleness.plus(staleness) if self.staleness else staleness
         self.steps = self.steps.plus(command.steps.before(totals.steps))
         for name, seconds in outcome.timings_s.items():
             self.stopwatch.add(f"main_{name}", seconds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from raytrain_opt.config.learning_rate import ReplayPolicy
@@ -11,9 +11,10 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.optim.epoch_steps import EpochSteps, Length, epoch_steps, length_of
 from raytrain_opt.optim.schedules import scale_lr
-from raytrain_opt.search.factory import TaskFacts, build_policy
+from raytrain_opt.search.factory import build_policy, guessing_loss
 from raytrain_opt.search.optimizer_race import is_too_costly
 from raytrain_opt.search.policy import Policy
+from raytrain_opt.search.stpt_horizon import TaskFacts
 from raytrain_opt.train.learner_config import LearnerConfig
 
 if TYPE_CHECKING:
@@ -27,8 +28,7 @@ class Facts:
     `muon_flops`: operations with which a step of Muon orthogonalizes, if the job may choose it;
     None if Muon cannot train the network. `sample_flops`: operations of training one sample;
     `search_flops`: the same, estimated where torch does not count. `channel_norm`: the network
-    normalizes channels; `embeddings`: it has some. `problems_of_several`: why several synchronous
-    workers could not train the network.
+    normalizes channels; `embeddings`: it has some.
     """
 
     info: DataInfo
@@ -37,7 +37,6 @@ class Facts:
     search_flops: float = math.inf
     channel_norm: bool = True
     embeddings: bool = False
-    problems_of_several: list[Problem] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ def resolve(job: Job, facts: Facts, placement: Placement, global_batch_size: int
         channel_norm=facts.channel_norm,
         validation_size=facts.info.validation_size,
         step_flops=facts.search_flops * global_batch_size,
-        class_counts=facts.info.class_counts,
+        guessing_loss=guessing_loss(job, facts.info.class_counts),
     )
     policy = build_policy(chosen, length, steps, task)
     learner = replace(learner, optimizers=chosen.optimizers)

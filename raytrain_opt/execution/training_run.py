@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -186,9 +185,7 @@ class TrainingRun:
             if action.overfitting:
                 text = f"epoch {action.epoch}: {action.overfitting}"
                 self.event_log.log("overfitting", action.epoch, text)
-        # Asynchronous workers have no common step to stop at: they are interrupted.
-        has_steps = self.job.parallel.common_steps
-        with self.stop.deferred(self.job.timeouts.stop_s) if has_steps else nullcontext():
+        with self.stop.deferred(self.job.timeouts.stop_s):
             state = self._train_steps_left(state, action)
             if self.stop.error is not None:
                 self._save_step(state)
@@ -203,7 +200,9 @@ class TrainingRun:
         command = MainTrain(state, action.epoch, action.steps.after(done))
         with self._epoch.stopwatch.measure("main_train_s"):
             outcome = self.pools.main_training.train(
-                command, check=self._epoch.round_record is not None
+                command,
+                check=self._epoch.round_record is not None,
+                is_due=lambda: self.stop.error is not None,
             )
         self._add_main_training(command, outcome)
         return outcome.state
@@ -368,8 +367,8 @@ class TrainingRun:
             self._worker_events.lost(action, lost, self._candidate_pool())
         return [CandidateResult.lost(candidate) for candidate in lost]
 
-    def _on_wait(self, pool: str, progress: Progress | None) -> bool:
-        """Show the progress; return whether a signal ends the main training early."""
+    def _on_wait(self, pool: str, progress: Progress | None) -> None:
+        """Show the progress."""
         self.stop.progress()
         if any(pool.has_trained for pool in self.pools.all):
             self.startup.mark("first_step_s")
@@ -378,7 +377,6 @@ class TrainingRun:
             kept = len(self._epoch.steps.lrs) / self.steps(epoch)
             done = kept + (1 - kept) * max(progress.done, 0) / max(progress.total, 1)
             self.terminal.advance(self.length.fraction(epoch - 1 + done))
-        return self.stop.error is not None
 
     def _show_phase(self, epoch: int, phase: str) -> None:
         self.stop.progress()

@@ -79,11 +79,11 @@ def open_workspace(
     terminal, stop = frontend.terminal, frontend.stop
     paths = RunPaths.existing(resume) if resume else RunPaths.create(job.storage_path, job.name)
     with ExitStack() as stack:
-        stack.callback(paths.release)
         with _writing(paths, job, resume):
             remove_abandoned()
             if not resume:
-                paths.claim()
+                write_text(paths.job, dump_job(job))
+                paths.publish()
             sign_lock = stack.enter_context(lock_run_directory(paths.local))
             checkpoints = Checkpoints(paths.checkpoints, job.checkpoint)
             damages = checkpoints.drop_damaged()

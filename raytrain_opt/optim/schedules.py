@@ -45,7 +45,6 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from raytrain_opt.config.learning_rate import SchedulePolicy
-from raytrain_opt.config.learning_rate import Warmup as WarmupSection
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.optim.epoch_steps import EpochSpan
 
@@ -208,28 +207,29 @@ def _progress(step: float, steps: int) -> float:
     return 1.0 if step >= steps else step / steps
 
 
-def build_schedule(policy: SchedulePolicy, *, epochs: float, steps_per_epoch: int) -> Schedule:
-    """Build the schedule of a training of `epochs` x `steps_per_epoch` updates.
+def build_schedule(policy: SchedulePolicy, steps: int, *, steps_per_epoch: int) -> Schedule:
+    """Build the schedule of a training of this many updates.
 
     A decay (linear, polynomial, cosine) covers the steps after the warm-up. Drops (multistep)
     and the half of arc_cotangent count epochs from the start of training, warm-up
     included. arc_cotangent is slightly below `initial` when the warm-up ends.
     Raises JobError for a warm-up of more steps than the training has.
     """
-    warmup_steps, total = policy.warmup.length(steps_per_epoch), round(epochs * steps_per_epoch)
-    if policy.warmup.steps is not None and warmup_steps > total:
-        rule = f"is more than the {total} updates of the training"
-        raise JobError([Problem("learning_rate.warmup.steps", rule, str(warmup_steps))])
-    decay_steps = total - warmup_steps
-    after = _after_warmup(policy, warmup_steps, decay_steps, steps_per_epoch)
+    warmup = policy.warmup
+    warmup_steps = warmup.length(steps_per_epoch)
+    if warmup_steps > steps:
+        unit = "epochs" if warmup.steps is None else "steps"
+        rule = f"is longer than the training, which has {steps} updates"
+        raise JobError([Problem(f"learning_rate.warmup.{unit}", rule, str(getattr(warmup, unit)))])
+    after = _after_warmup(policy, warmup_steps, steps - warmup_steps, steps_per_epoch)
     if warmup_steps == 0:
         return after
     counts_from_start = policy.shape in ("multistep", "arc_cotangent")
     return Warmup(
-        start_lr=policy.warmup.start_lr(policy.initial),
+        start_lr=warmup.start_lr(policy.initial),
         target_lr=policy.initial,
         steps=warmup_steps,
-        shape=policy.warmup.shape,
+        shape=warmup.shape,
         after=after,
         origin=0 if counts_from_start else warmup_steps,
     )
@@ -255,15 +255,6 @@ def _after_warmup(
             if policy.half_epoch is not None:
                 half = policy.half_epoch * steps_per_epoch
             return ArcCotangent(policy.initial, half, policy.steepness / steps_per_epoch)
-
-
-def warmup_lrs(warmup: WarmupSection, target_lr: float, steps_per_epoch: int) -> tuple[float, ...]:
-    """Return the rates of a warm-up alone, towards `target_lr`; empty if it has no epochs."""
-    steps = warmup.epochs * steps_per_epoch
-    schedule = Warmup(
-        warmup.start_lr(target_lr), target_lr, steps, warmup.shape, Constant(target_lr), steps
-    )
-    return tuple(schedule.lr(step) for step in range(steps))
 
 
 ScalingRule = Literal["linear", "sqrt", "none"]

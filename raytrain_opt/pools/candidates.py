@@ -40,16 +40,18 @@ class LearnerHandler:
     def __init__(self, learner: Learner, index: int, states: States) -> None:
         self.learner, self.index, self.states = learner, index, states
         self._live_id = ""
+        self._origin = ""  # of a phase that goes on with the next command: the state since which
 
     def handle(self, command: Command, on_step: OnStep) -> Any:
-        """Execute a command; return the reply, free cached memory."""
+        """Execute a command; return the reply. Frees cached memory between phases."""
         try:
             return self._execute(command, on_step)
         except Exception as error:
             error.add_note(f"at {origin(error)}, {self.learner.position} in {command.name}")
             raise
         finally:
-            self.learner.release_memory()
+            if not self._origin:
+                self.learner.release_memory()
 
     @property
     def failure(self) -> Exception | None:
@@ -63,7 +65,7 @@ class LearnerHandler:
 
     def forget_state(self) -> None:
         """Load the next state in any case: another handler has used the learner."""
-        self._live_id = ""
+        self._live_id = self._origin = ""
 
     def _execute(self, command: Command, on_step: OnStep) -> Any:
         """Execute the commands of every resident; subclasses add theirs."""

@@ -14,8 +14,7 @@ from raytrain_opt.search.policy import Candidate, CandidateResult, TryCandidates
 
 WORKER_POOL, SLOT_POOL = "worker", "slot"
 
-# Called before each step with the steps done and their number; may raise to leave. A true result
-# ends a main training before that step.
+# Called before each step with the steps done and their number; may raise to leave.
 OnStep = Callable[[int, int], object]
 
 
@@ -82,13 +81,30 @@ class ProbeBatchSize:
 
 @dataclass(frozen=True)
 class MainTrain:
-    """Ask all workers to train these steps of `epoch` from `state` together."""
+    """Ask all workers to train a segment of the `steps` of `epoch` that follow `state`, together.
+
+    The segment ends after `until` of the steps, by default after all. Workers that have trained
+    the segments before it continue; others begin at `state`. So nothing but a state that was sent
+    has to be known to repeat what a death has cost.
+    """
 
     name: ClassVar[str] = "main_train"
     state: StateRef
     epoch: int
     steps: Steps
+    until: int | None = None
+    sends: bool = True  # reply with the totals since `state`, rank 0 with the new state
     split: int = 1  # async: micro-batches of a worker's share of a step
+
+    @property
+    def total(self) -> int:
+        """The number of all steps."""
+        return len(self.steps.lrs)
+
+    @property
+    def end(self) -> int:
+        """The number of steps after which the segment ends."""
+        return self.total if self.until is None else self.until
 
 
 @dataclass(frozen=True)
@@ -141,7 +157,7 @@ class PretrainReply:
 
 @dataclass(frozen=True)
 class MainTrainReply:
-    """One worker's reply to `MainTrain`."""
+    """One worker's reply to a `MainTrain` that sends."""
 
     totals: TrainTotals  # over all workers
     loaded_sha256: str | None  # of the state it began with; None if that was its own
@@ -237,14 +253,6 @@ class Report:
     sender: Sender
     number: int
     progress: Progress | None
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """What a resident at work learns when it reports."""
-
-    closed: bool = False  # leave
-    stopping: int = 0  # number of the command that ends before its last step
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 One `Learner` serves as the only slot and the only worker, one command after the other. It computes
 all micro-batches of a global batch itself, so any number of `workers.count` gives the same
-updates. Only the running statistics of BatchNorm differ in rounding: workers pool theirs.
+updates.
 """
 
 from __future__ import annotations
@@ -91,13 +91,12 @@ class InProcessPool:
             raise to_failure(error).to_error(f"{self.name} 0") from error
         return {0: reply}
 
-    def _on_step(self, done: int, total: int) -> object:
+    def _on_step(self, done: int, total: int) -> None:
         self.has_trained = self.has_trained or done > 0
         due = monotonic_s() >= self._next_report_s or done == 1
         if due and self.on_wait is not None:
             self._next_report_s = monotonic_s() + _REPORT_EVERY_S
-            return self.on_wait(self.name, Progress(done, total))
-        return False
+            self.on_wait(self.name, Progress(done, total))
 
     def new_events(self) -> list[Event]:
         return []

@@ -26,7 +26,6 @@ from raytrain_opt.clock import monotonic_s
 from raytrain_opt.pools.commands import (
     Close,
     Command,
-    Instruction,
     Overdue,
     PoolStatus,
     Progress,
@@ -96,7 +95,6 @@ class CommandBoard:
     collected: bool = False  # the driver has the replies, so nobody repeats the command
     replies: dict[int, Any] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)  # who could not execute it
-    stopping: bool = False  # before its last step
     posted: Signal = field(default_factory=Signal)
     replied: Signal = field(default_factory=Signal)
 
@@ -105,7 +103,7 @@ class CommandBoard:
         if number <= self.number:
             return False
         self.number, self.command, self.replies, self.failed = number, command, {}, set()
-        self.collected, self.stopping = False, False
+        self.collected = False
         self.posted.notify()
         self.replied.notify()
         return True
@@ -115,10 +113,10 @@ class CommandBoard:
         self.replies.pop(index, None)
         self.failed.discard(index)
 
-    def instruction(self) -> Instruction:
-        """Return what those at work have to do."""
-        closed = isinstance(self.command, Close)
-        return Instruction(closed, self.number if self.stopping else 0)
+    @property
+    def is_closed(self) -> bool:
+        """Whether the residents are asked to leave."""
+        return isinstance(self.command, Close)
 
     async def next_command(self, after: int) -> tuple[int, Command]:
         """Return the current command as soon as its number is above `after`."""
@@ -270,10 +268,10 @@ class Mailbox:
             await self.receive(replies)
         return await self._board(pool).next_command(after)
 
-    async def receive(self, messages: Sequence[Reply | Report]) -> Instruction:
+    async def receive(self, messages: Sequence[Reply | Report]) -> bool:
         """Take messages of a pool's residents; drop late ones about an earlier command.
 
-        Returns what the residents have to do.
+        Returns whether the residents are asked to leave.
         """
         state = self._pools[messages[0].sender[0]]
         for message in messages:
@@ -285,11 +283,11 @@ class Mailbox:
             elif message.progress is not None:
                 state.log.report(message.sender[1], message.progress)
         state.board.replied.notify()
-        return state.board.instruction()
+        return state.board.is_closed
 
     async def is_closed(self, pool: str) -> bool:
         """Return whether the residents of the pool are asked to leave."""
-        return self._board(pool).instruction().closed
+        return self._board(pool).is_closed
 
     def _take_reply(self, state: PoolState, reply: Reply) -> None:
         board, index = state.board, reply.sender[1]
@@ -342,11 +340,6 @@ class Mailbox:
             if isinstance(command, Regroup):  # who joins now was not restarted by a death
                 state.membership.residents.clear()
                 state.membership.lost.clear()
-
-    async def stop_early(self, pool: str, number: int) -> None:
-        """Let the residents end this command, a main training, before its last step."""
-        board = self._pools[pool].board
-        board.stopping = board.number == number
 
     async def collect(self, pool: str, number: int, expected: Sequence[int]) -> dict[int, Any]:
         """Return the replies, when all expected but lost residents answered or one could not."""

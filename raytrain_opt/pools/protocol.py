@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
+from raytrain_opt.clock import monotonic_s
 from raytrain_opt.errors import PoolError
 from raytrain_opt.pools.commands import (
     Command,
@@ -26,8 +27,15 @@ if TYPE_CHECKING:
     from raytrain_opt.train.state import TrainingState
 
 # Called about twice a second while a pool works: its name, and its slowest resident's progress.
-# Returns whether the command, which is a main training then, shall end before its last step.
 OnWait = Callable[[str, Progress | None], object]
+# Returns whether a main training shall send its state now, before its last step.
+IsDue = Callable[[], bool]
+
+# A segment takes about this long: a command to 2 workers costs 7 ms (0.2 %), and a signal waits
+# for the end of the segment.
+_SEGMENT_S = 3.0
+# The first steps of a process take longer than the others, so segments grow to that length.
+_GROWTH = 8
 
 
 class States(Protocol):
@@ -101,7 +109,7 @@ class Prober(Protocol):
 
 @dataclass(frozen=True)
 class TrainingOutcome:
-    """The end of a main training."""
+    """A main training up to a state that was sent."""
 
     state: StateRef
     totals: TrainTotals  # over all workers
@@ -115,8 +123,13 @@ class TrainingOutcome:
 class MainTraining(Protocol):
     """How the workers train and evaluate."""
 
-    def train(self, command: MainTrain, *, check: bool) -> TrainingOutcome:
-        """Train the steps of the command. `check`: compute digests of the loaded states."""
+    def train(
+        self, command: MainTrain, *, check: bool, is_due: IsDue = lambda: False
+    ) -> TrainingOutcome:
+        """Train the steps until the command's end, or at least one, until `is_due`.
+
+        `check`: compute digests of the loaded states.
+        """
 
     def evaluate(self, state: StateRef, split: Split = "test") -> EvalTotals:
         """Evaluate on the split, each sample once."""
@@ -136,9 +149,28 @@ class SynchronousTraining:
 
     def __init__(self, workers: Pool) -> None:
         self._workers = workers
+        self._segment = 1  # steps of the next one
 
-    def train(self, command: MainTrain, *, check: bool) -> TrainingOutcome:
-        """Train the steps on all workers. Digests cost no time: workers hash while they train."""
+    def train(
+        self, command: MainTrain, *, check: bool, is_due: IsDue = lambda: False
+    ) -> TrainingOutcome:
+        """Train segments on all workers. Digests cost no time: workers hash while they train."""
+        done = 0
+        while done + self._segment < command.end:
+            done += self._segment
+            self._train_segment(replace(command, until=done, sends=False))
+            if is_due():
+                return self._finish(replace(command, until=done))
+        return self._finish(command)
+
+    def _train_segment(self, command: MainTrain) -> None:
+        """Train a segment, and decide on the length of the next one."""
+        began_s, steps = monotonic_s(), self._segment
+        self._workers.command(command)
+        in_time = int(steps * _SEGMENT_S / max(monotonic_s() - began_s, 1e-9))
+        self._segment = max(1, min(_GROWTH * steps, in_time))
+
+    def _finish(self, command: MainTrain) -> TrainingOutcome:
         by_rank: dict[int, MainTrainReply] = self._workers.command(command)
         replies = [reply for _, reply in sorted(by_rank.items())]
         first = replies[0]

@@ -63,6 +63,7 @@ class RayPool:
     _ended: Any = None
     _ready: bool = False
     _posted: int = 0  # commands
+    at_work: bool = False  # on a command, which it may never answer
     _received: int = 0  # events
 
     def start(self) -> None:
@@ -99,6 +100,7 @@ class RayPool:
     def command(self, command: Command, expected: Sequence[int] | None = None) -> dict[int, Any]:
         """As `Pool.command`; raises ResidentError, and PoolError also without progress."""
         indices = range(self.size) if expected is None else expected
+        self.at_work = True
         # A state may be lost once with each resident or its node, with the driver's copy in
         # between, and once more on its way here. After more losses the command itself is at fault.
         for _ in range(self.size + 2):
@@ -107,6 +109,7 @@ class RayPool:
                 if isinstance(reply, Failure):
                     raise reply.to_error(f"{self.name} {index}")
             if self._pin_states(replies):
+                self.at_work = False
                 return {index: replies[index] for index in indices if index in replies}
             command = self.states.renew(command)
         raise PoolError(
@@ -158,8 +161,8 @@ class RayPool:
             self.has_trained = status.has_trained
             if is_overdue(status):
                 return False
-            if self.on_wait is not None and self.on_wait(self.name, status.progress):
-                answer(self.mailbox.stop_early.remote(self.name, self._posted))
+            if self.on_wait is not None:
+                self.on_wait(self.name, status.progress)
         return True
 
     def _explain_silence(self, command: Command, overdue: Sequence[Overdue]) -> str:
@@ -295,8 +298,9 @@ def running(*pools: RayPool, launcher: Any, stop_s: float) -> Iterator[None]:
     """Keep the pools for the time of the block; they start when `RayPool.start` is called.
 
     Leaving the block asks their residents to leave and gives them `stop_s` seconds; a pool that is
-    still starting gets no time. Then the launcher is ended with everything it ever started, so
-    that nothing of the run is left: no actor, no process, no placement group.
+    still starting, or in the middle of a command, gets no time. Then the launcher is ended with
+    everything it ever started, so that nothing of the run is left: no actor, no process, no
+    placement group.
     """
     try:
         yield
@@ -310,6 +314,7 @@ def _close(pools: Sequence[RayPool], launcher: Any, stop_s: float) -> None:
         pool.request_close()
     deadline_s = monotonic_s() + stop_s
     for pool in pools:
-        pool.wait_for_end(max(0.0, deadline_s - monotonic_s()))
+        if not pool.at_work:
+            pool.wait_for_end(max(0.0, deadline_s - monotonic_s()))
     end_actor_tree(launcher)
     ray.kill(pools[0].mailbox)

@@ -2,9 +2,8 @@
 
 Workers that form a process group have one voice: the first rank takes a command from the mailbox
 and broadcasts it in the group, and gathers the replies of all ranks. The mailbox has one caller
-for each group, whatever its size. Since all ranks make each step together, the first rank also
-decides for all before which step a command ends early. Two things go other ways: the progress of
-the ranks, which a hung collective must not stop, and an exception that other ranks may not have.
+for each group, whatever its size. Two things go other ways: the progress of the ranks, which a
+hung collective must not stop, and an exception that other ranks may not have.
 """
 
 from __future__ import annotations
@@ -26,9 +25,7 @@ from raytrain_opt.errors import is_lost_connection
 from raytrain_opt.pools.commands import (
     Close,
     Command,
-    Evaluate,
     Failure,
-    Instruction,
     OnStep,
     Progress,
     Regroup,
@@ -45,8 +42,6 @@ from raytrain_opt.user_code import exits_as_errors
 # Often enough for a progress bar and for the driver's limit of silence. A command that takes less
 # costs one call only.
 _PROGRESS_INTERVAL_S = 1.0
-# Ranks that train together hear about this often whether they stop: a broadcast takes 1 ms.
-_LOOK_INTERVAL_S = 0.5
 
 # A worker whose peer died fails in its next collective, with an error that nothing distinguishes
 # from a user's. Ray Train ends the whole group as soon as it knows: of a process on this node
@@ -83,9 +78,9 @@ class ResidentMailbox:
         next_command = ray.get(self._actor.exchange.remote(self._pool, number, replies))
         return cast("tuple[int, Command]", next_command)
 
-    def send(self, messages: Sequence[Reply | Report]) -> Instruction:
-        """Send messages during a command; return what the residents have to do."""
-        return cast(Instruction, ray.get(self._actor.receive.remote(messages)))
+    def send(self, messages: Sequence[Reply | Report]) -> bool:
+        """Send messages during a command; return whether the residents are asked to leave."""
+        return cast(bool, ray.get(self._actor.receive.remote(messages)))
 
 
 def report_lost(actor: Any, pool: str, index: int) -> None:
@@ -186,15 +181,6 @@ def serve(
         handler.close()
 
 
-@dataclass(frozen=True)
-class Look:
-    """What all ranks of a group hear from the first one before a step."""
-
-    closed: bool = False  # leave
-    stop: bool = False  # end the command before this step
-    next_step: int = 0  # before which they hear from it again
-
-
 @dataclass
 class CommandLoop:
     """A resident's loop over commands. In a group, the first rank takes them for all."""
@@ -212,14 +198,13 @@ class CommandLoop:
     _residents: list[Resident] = field(default_factory=list)  # those that this one speaks for
     # The command that is executed, by number, and its progress.
     _work: tuple[int, Progress | None] | None = None
-    _stopping: int = 0  # number of the command that shall end early
     _has_stepped: bool = False
 
     def run(self, handler: Handler) -> None:
         """Execute commands until the pool is closed.
 
-        A resident that has not left `leave_s` later (a hung collective, one long step) ends its
-        process.
+        A resident that has not left `leave_s` later (one long step, a collective in which it waits
+        for a rank that has left) ends its process.
         """
         self.group.share((0,))
         report = partial(self._report, handler)
@@ -270,7 +255,7 @@ class CommandLoop:
         try:
             joined = isinstance(command, Regroup)
             with exits_as_errors():
-                value = None if joined else handler.handle(command, self._on_step(number, command))
+                value = None if joined else handler.handle(command, self._on_step(number))
         except PoolClosed:
             raise
         except ray.exceptions.ObjectLostError as error:
@@ -303,32 +288,14 @@ class CommandLoop:
             self.mailbox.send([self._reply(number, failure)])
         return failure
 
-    def _on_step(self, number: int, command: Command) -> OnStep:
-        # The ranks' parts of an evaluation may have different numbers of batches.
-        looks = self.group.size == 1 or not isinstance(command, Evaluate)
-        look, looked_s, distance = Look(next_step=int(self.group.size > 1)), monotonic_s(), 1
-
-        def look_at(done: int) -> Look:
-            nonlocal looked_s, distance
-            now_s = monotonic_s()
-            if self.group.size > 1:
-                distance = next_distance(distance, now_s - looked_s)
-            looked_s = now_s
-            return Look(self._closed.is_set(), self._stopping == number, done + distance)
-
-        def on_step(done: int, total: int) -> bool:
-            nonlocal look
+    def _on_step(self, number: int) -> OnStep:
+        def on_step(done: int, total: int) -> None:
             self._work = number, Progress(done, total)
             if done == 1 and not self._has_stepped:  # the first step is recorded when it is done
                 self._has_stepped = True
                 self._wake_reporter.set()
-            if not looks or done < look.next_step:
-                return False
-            look = self.group.broadcast(look_at(done) if self.group.rank == 0 else None)
-            if look.closed:
-                self._closed.set()
+            if self._closed.is_set():
                 raise PoolClosed
-            return look.stop
 
         return on_step
 
@@ -341,9 +308,7 @@ class CommandLoop:
             if self._left.is_set():
                 return
             if (work := self._work) is not None:
-                instruction = self._exchange_reports(*work)
-                self._stopping = instruction.stopping
-                if instruction.closed:
+                if self._exchange_reports(*work):
                     self._closed.set()
                 if work is not reported:
                     reported, since_s = work, monotonic_s()
@@ -355,7 +320,8 @@ class CommandLoop:
     def _is_overdue(self, since_s: float) -> bool:
         return self.group.size > 1 and monotonic_s() - since_s > self.no_progress_s
 
-    def _exchange_reports(self, number: int, progress: Progress | None) -> Instruction:
+    def _exchange_reports(self, number: int, progress: Progress | None) -> bool:
+        """Let the driver know the progress of all ranks; return whether the pool is closed."""
         values = (number,) if progress is None else (number, progress.done, progress.total)
         try:
             shared = zip(self._residents, self.group.share(values), strict=True)
@@ -363,19 +329,13 @@ class CommandLoop:
                 Report(resident.sender, number, Progress(*steps) if steps else None)
                 for resident, (number, *steps) in shared
             ]
-            return self.mailbox.send(reports) if reports else Instruction()
+            return self.mailbox.send(reports) if reports else False
         except RuntimeError:  # the first rank has died, and Ray Train will end this one
-            return Instruction()
+            return False
         except ray.exceptions.ActorUnavailableError:
-            return Instruction(stopping=self._stopping)
+            return False
         except ray.exceptions.ActorDiedError:
-            return Instruction(closed=True)  # the mailbox, and so the run: leave as well
-
-
-def next_distance(distance: int, elapsed_s: float) -> int:
-    """Return the number of steps until the next look; `distance` steps took `elapsed_s`."""
-    due = int(distance * _LOOK_INTERVAL_S / max(elapsed_s, 1e-9))
-    return max(1, min(8 * distance, due))
+            return True  # the mailbox, and so the run: leave as well
 
 
 def peer_failure_grace_s(world_size: int, local_world_size: int) -> float:

@@ -46,6 +46,8 @@ class Worker(CandidateTrainer):
         self._start_s: float | None = None
         self._first_step_s: float | None = None
         self._hasher = ThreadPoolExecutor(1)
+        self._digest: Future[str] | None = None
+        self._stopwatch = Stopwatch()  # since the state of `_origin`
 
     def handle(self, command: Command, on_step: OnStep) -> Any:
         """Execute a command and return its reply; time the run's first step."""
@@ -57,35 +59,54 @@ class Worker(CandidateTrainer):
         return super().handle(command, before_step)
 
     def _execute(self, command: Command, on_step: OnStep) -> Any:
+        # Set again when the command ends within a phase: nothing else may come between its parts.
+        origin, self._origin = self._origin, ""
         match command:
             case MainTrain():
-                return self._main_train(command, on_step)
+                if command.state.id != origin:
+                    self._begin(command)
+                return self._train_segment(command, on_step)
             case Evaluate():
                 return self._evaluate(command, on_step)
         return super()._execute(command, on_step)
 
-    def _main_train(self, command: MainTrain, on_step: OnStep) -> MainTrainReply:
-        stopwatch = Stopwatch()
-        timings_s, total = stopwatch.timings_s, len(command.steps.lrs)
-        digest: Future[str] | None = None
-        with stopwatch.measure("load_s"):
+    def _begin(self, command: MainTrain) -> None:
+        self._stopwatch, self._digest = Stopwatch(), None
+        with self._stopwatch.measure("load_s"):
             if self._load(command.state) or self._live_candidate is not None:
                 # Read back and copied, so that it is hashed while the training continues.
-                digest = self._hasher.submit(self.learner.state(copy=True).digest)
+                self._digest = self._hasher.submit(self.learner.state(copy=True).digest)
         self._forget_candidates()
-        totals = self.learner.train(
-            command.epoch, command.steps, self._micro_batches, lambda done: on_step(done, total)
-        )
-        timings_s["data_wait_s"] = totals.data_wait_s
-        timings_s["compute_s"] = totals.duration_s - totals.data_wait_s
-        with stopwatch.measure("average_s"):
-            if totals.steps == total:
-                self.learner.finish_phase()
+        self.learner.begin(command.epoch, command.steps, self._micro_batches)
+
+    def _train_segment(self, command: MainTrain, on_step: OnStep) -> MainTrainReply | None:
+        self._live_id = ""
+        self.learner.advance(command.end, lambda done: on_step(done, command.total))
+        if command.sends:
+            return self._end_segments(command)
+        self._origin = command.state.id
+        return None
+
+    def _end_segments(self, command: MainTrain) -> MainTrainReply:
+        """Send what was trained since the last state, and the new one."""
+        learner, is_end = self.learner, command.end == command.total
+        totals = learner.end() if is_end else learner.take_totals()
+        with self._stopwatch.measure("average_s"):
+            if is_end:
+                learner.finish_phase()
         self._live_id = _state_id(command, totals.steps)
-        with stopwatch.measure("hand_over_s"):
+        with self._stopwatch.measure("hand_over_s"):
             ref = self._send_state(self._live_id) if self.index == 0 else None
-        loaded_sha256 = None if digest is None else digest.result()
-        return MainTrainReply(totals, loaded_sha256, timings_s, ref, self._describe_parallel())
+        timings_s = {
+            **self._stopwatch.timings_s,
+            "data_wait_s": totals.data_wait_s,
+            "compute_s": totals.duration_s - totals.data_wait_s,
+        }
+        sha256 = None if self._digest is None else self._digest.result()
+        if not is_end:
+            self._origin = self._live_id
+        self._stopwatch, self._digest = Stopwatch(), None
+        return MainTrainReply(totals, sha256, timings_s, ref, self._describe_parallel())
 
     def _describe_parallel(self) -> dict[str, object]:
         return {

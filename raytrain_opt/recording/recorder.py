@@ -13,7 +13,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import time
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from raytrain_opt.clock import monotonic_s, utc_now
 from raytrain_opt.errors import RaytrainOptError, StorageError, printable
@@ -29,9 +29,6 @@ from raytrain_opt.recording.records import (
     ScheduleRecord,
 )
 from raytrain_opt.storage import append_lines, storage_errors, write_bytes, write_text
-
-if TYPE_CHECKING:
-    from tensorboardX.event_file_writer import EventsWriter
 
 _CANDIDATE_SCALARS = ("lr", "score", "val_metric", "val_loss", "train_loss")
 _EPOCH_SCALARS = ("lr", "train_loss", "samples_per_s")
@@ -181,26 +178,16 @@ def versions() -> dict[str, str]:
     return installed
 
 
-# Of one file, about 1 MiB. A run under a URI copies the file that grows after every epoch.
-_FILE_POINTS = 10_000
-
-
 class TensorBoardWriter:
     """Writer of event files in `folder`. Raises StorageError when they cannot be written."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._closed, self._files = folder, False, 0
-        self._action = f"{folder} cannot be written"
-        with storage_errors(self._action):
-            folder.mkdir(exist_ok=True)
-            self._writer = self._open_file()
-
-    def _open_file(self) -> EventsWriter:
         from tensorboardX.event_file_writer import EventsWriter
 
-        self._points = 0
-        self._files += 1  # in the names, which otherwise differ by seconds
-        return EventsWriter(str(self._folder / "events"), f".{self._files:04d}")
+        self._closed, self._action = False, f"{folder} cannot be written"
+        with storage_errors(self._action):
+            folder.mkdir(exist_ok=True)
+            self._writer = EventsWriter(str(folder / "events"))
 
     def scalars(self, step: int, values: Mapping[str, float | None]) -> None:
         """Write one point of each curve; none for None and for values that are not finite."""
@@ -213,10 +200,6 @@ class TensorBoardWriter:
                     summary = scalar(name, value)
                     self._writer.write_event(Event(wall_time=time(), step=step, summary=summary))
             self._writer.flush()
-            self._points += len(values)
-            if self._points >= _FILE_POINTS:
-                self._writer.close()
-                self._writer = self._open_file()
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""

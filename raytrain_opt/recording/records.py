@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import zip_longest
 from math import isfinite
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -168,6 +169,17 @@ class StalenessRecord(RecordPart):
     counts: tuple[int, ...] = Field(description="counts[i]: micro-batch gradients of staleness i.")
     mean: Number = Field(description="Mean staleness, in updates.")
     max: int = Field(description="Largest staleness, in updates; -1 without gradients.")
+
+    @classmethod
+    def of(cls, counts: Sequence[int]) -> StalenessRecord:
+        """Return the record of these counts."""
+        mean = sum(k * n for k, n in enumerate(counts)) / max(1, sum(counts))
+        return cls(counts=tuple(counts), mean=mean, max=len(counts) - 1)
+
+    def plus(self, later: StalenessRecord | None) -> StalenessRecord:
+        """Return the staleness of both parts of an epoch."""
+        counts = () if later is None else later.counts
+        return self.of([sum(pair) for pair in zip_longest(self.counts, counts, fillvalue=0)])
 
 
 class EpochResult(RecordPart):

@@ -2,21 +2,13 @@
 
 A full training stays near its peak for many more updates than the candidates that chose it, so a
 peak at which they train may be too high for it: the network ends up guessing, and no lower rate
-revives it. So its losses are compared with what the search predicts:
+revives it.
 
-    L    training loss of the epoch
-    F    that of the first epoch
-    U    validation loss of the candidate that hardly trained
-    C    that of the candidate that was chosen, likewise
+    collapsed   the loss or the weights are not finite; or, in an epoch between a tenth and a
+                quarter of them, the training loss is above that of the first epoch
 
-    collapsed   L or the weights are not finite; or, in an epoch between a tenth and a quarter of
-                them, L > U - max(U - C, 0.02 U) / 2 (it has not learned half of what C had)
-                and L > F
-
-U and C are of held-out samples, which may be unlike others; L and F are of the same samples.
-Where a training learns anything, however little, L is below F.
-
-A collapsed training starts from the initial weights, for the epochs that are left. In the second
+Where a training learns anything, however little, its loss is below that of the first epoch. A
+collapsed training starts from the initial weights, for the epochs that are left. In the second
 half no training starts again.
 """
 
@@ -25,8 +17,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from raytrain_opt.search.optimizer_race import rounds_of
-from raytrain_opt.search.peak_search import TOLERANCE, hardly_trained
 from raytrain_opt.search.policy import History
 
 # The next rate below, on the lattice of the search (`peak_search`).
@@ -67,8 +57,7 @@ def latest_attempt(history: History, epochs: int) -> Attempt:
     if attempt.start < epoch < last_restart(epochs) and attempt.number < _MAX_RESTARTS:
         loss, first_loss = history.epoch_losses[-1], history.epoch_losses[attempt.start]
         first, last = (max(_FEWEST_EPOCHS, math.ceil(epochs * part)) for part in (0.1, 0.25))
-        is_looked_at = first <= epoch - attempt.start <= last
-        has_risen = is_looked_at and loss > max(first_loss, _loss_limit(history))
+        has_risen = first <= epoch - attempt.start <= last and loss > first_loss
         if has_risen or not math.isfinite(loss):
             return Attempt(epoch, attempt.number + 1)
     return attempt
@@ -77,15 +66,3 @@ def latest_attempt(history: History, epochs: int) -> Attempt:
 def last_restart(epochs: int) -> int:
     """Return the last epoch in which another attempt may begin; 0 if `epochs` is 0, unknown."""
     return epochs // 2 + 1 if epochs else 0
-
-
-def _loss_limit(history: History) -> float:
-    """Return the highest loss of a network that has learned; infinite if nothing is predicted."""
-    chosen = history.latest.winner if history.latest else None
-    if chosen is None:
-        return math.inf
-    untrained = hardly_trained(rounds_of(chosen.candidate.optimizer, history.decisions))
-    if untrained is None:
-        return math.inf
-    start = untrained.val_loss
-    return start - max(start - chosen.val_loss, TOLERANCE * abs(start)) / 2

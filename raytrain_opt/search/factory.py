@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,81 +22,27 @@ from raytrain_opt.config.learning_rate import (
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.optim.epoch_steps import EpochSteps, Length
-from raytrain_opt.optim.schedules import build_schedule
 from raytrain_opt.search.batch_size.published import EpochTimeMinimize, GpuUsageMaximize
 from raytrain_opt.search.batch_size.strategy import SizeBounds, Strategy
 from raytrain_opt.search.batch_size.throughput_knee import ThroughputKnee
-from raytrain_opt.search.fixed_schedule import (
-    FixedSchedule,
-    PlannedSchedule,
-    PlateauSchedule,
-    RecordedSchedule,
-)
-from raytrain_opt.search.optimizer_race import guessing_loss
+from raytrain_opt.search.fixed_schedule import FixedSchedule, RecordedSchedule
+from raytrain_opt.search.optimizer_race import class_entropy
 from raytrain_opt.search.policy import Policy
 from raytrain_opt.search.stpt import Stpt
-from raytrain_opt.search.stpt_horizon import HorizonStpt
+from raytrain_opt.search.stpt_horizon import NO_FACTS, HorizonStpt, TaskFacts
 from raytrain_opt.storage import read_file
 
 
-@dataclass(frozen=True)
-class TaskFacts:
-    """What a search needs to know of data and network.
-
-    `channel_norm`: the network normalizes channels; `validation_size`: samples of the validation
-    split; `step_flops`: operations of an update; `class_counts`: samples of each class.
-    """
-
-    channel_norm: bool = True
-    validation_size: int = 0
-    step_flops: float = math.inf
-    class_counts: Sequence[int] = ()
-
-
 def build_policy(
-    job: Job, length: Length, steps: EpochSteps, facts: TaskFacts = TaskFacts()
+    job: Job, length: Length, steps: EpochSteps, facts: TaskFacts = NO_FACTS
 ) -> Policy:
     """Build the job's policy. Raises JobError if it does not match the steps per epoch."""
     section = job.learning_rate
-    return _BUILDERS[type(section)](job, section, length, steps, facts)
-
-
-def _horizon(
-    job: Job, section: HorizonPolicy, length: Length, steps: EpochSteps, facts: TaskFacts
-) -> HorizonStpt:
-    return HorizonStpt(
-        section,
-        length,
-        steps,
-        job.optimizers,
-        facts.channel_norm,
-        facts.validation_size,
-        facts.step_flops,
-        _guessing_loss(job, facts.class_counts),
-    )
-
-
-def _stpt(
-    job: Job, section: StptPolicy, length: Length, steps: EpochSteps, facts: TaskFacts
-) -> Stpt:
-    return Stpt(section, length.known_epochs, steps)
-
-
-def _schedule(
-    job: Job, section: SchedulePolicy, length: Length, steps: EpochSteps, facts: TaskFacts
-) -> Policy:
-    epochs = length.known_epochs
-    policy: FixedSchedule | PlannedSchedule = PlannedSchedule(section, steps)
-    if epochs:
-        fixed = build_schedule(section, epochs=epochs, steps_per_epoch=steps.first)
-        policy = FixedSchedule(fixed, steps)
-    if section.shape == "plateau":
-        return PlateauSchedule(policy, section.gamma, section.patience)
-    return policy
+    return _POLICIES[type(section)](job, section, length, steps, facts)
 
 
 def _replay(
-    job: Job, section: ReplayPolicy, length: Length, steps: EpochSteps, facts: TaskFacts
+    job: Job, section: ReplayPolicy, length: Length, steps: EpochSteps
 ) -> RecordedSchedule:
     """Read the schedule that a job replays. Raises JobError if it belongs to another one."""
     schedule = read_schedule(section.schedule)
@@ -118,20 +63,26 @@ def _replay(
     return schedule
 
 
-_BUILDERS: dict[type, Callable[[Job, Any, Length, EpochSteps, TaskFacts], Policy]] = {
-    HorizonPolicy: _horizon,
-    StptPolicy: _stpt,
-    SchedulePolicy: _schedule,
-    ReplayPolicy: _replay,
+_POLICIES: dict[type, Callable[[Job, Any, Length, EpochSteps, TaskFacts], Policy]] = {
+    HorizonPolicy: lambda job, section, length, steps, facts: HorizonStpt(
+        section, length, steps, job.optimizers, facts
+    ),
+    StptPolicy: lambda job, section, length, steps, facts: Stpt(
+        section, length.known_epochs, steps
+    ),
+    SchedulePolicy: lambda job, section, length, steps, facts: FixedSchedule(
+        section, length, steps
+    ),
+    ReplayPolicy: lambda job, section, length, steps, facts: _replay(job, section, length, steps),
 }
 
 
-def _guessing_loss(job: Job, class_counts: Sequence[int]) -> float:
+def guessing_loss(job: Job, class_counts: Sequence[int]) -> float:
     """Return the loss of a guess by the classes' frequencies; infinite for other losses."""
     loss = job.loss
     if not job.task.is_classification or loss.name != "cross_entropy" or loss.class_weights:
         return math.inf
-    return guessing_loss(class_counts, loss.label_smoothing)
+    return class_entropy(class_counts, loss.label_smoothing)
 
 
 def read_schedule(path: str) -> RecordedSchedule:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pydantic import BaseModel, Field, ValidationError
 
 from raytrain_opt.config.learning_rate import SchedulePolicy
 from raytrain_opt.errors import JobError, Problem
-from raytrain_opt.optim.epoch_steps import EpochSteps
+from raytrain_opt.optim.epoch_steps import EpochSpan, EpochSteps, Length
 from raytrain_opt.optim.schedules import Schedule, build_schedule
 from raytrain_opt.results import Steps
 from raytrain_opt.search.policy import History, Policy, StartAgain, TrainEpoch
@@ -17,63 +18,44 @@ from raytrain_opt.search.policy import History, Policy, StartAgain, TrainEpoch
 
 @dataclass(frozen=True)
 class FixedSchedule(Policy):
-    """Train at the rates of a schedule; an epoch of fewer steps covers it in larger strides."""
+    """Train at the rates of a schedule; an epoch of fewer steps covers it in larger strides.
 
-    schedule: Schedule
-    steps: EpochSteps
-
-    def next(self, epoch: int, history: History) -> TrainEpoch:
-        first, steps = (epoch - 1) * self.steps.first, self.steps(epoch)
-        lrs = tuple(
-            self.schedule.lr(first + step * self.steps.first / steps) for step in range(steps)
-        )
-        return TrainEpoch(epoch, Steps(0, lrs), "schedule")
-
-
-@dataclass(frozen=True)
-class PlannedSchedule(Policy):
-    """Train at the rates of a schedule whose length the plans of the history change."""
-
-    section: SchedulePolicy
-    steps: EpochSteps
-
-    def next(self, epoch: int, history: History) -> TrainEpoch:
-        total, per_epoch = history.plans[0].total_steps, self.steps.first
-        warmup_epochs = self.section.warmup.epochs
-        if warmup_epochs * per_epoch > total:
-            rule = f"is more than the {total / per_epoch:.3g} epochs for which train_for is enough"
-            raise JobError([Problem("learning_rate.warmup.epochs", rule, str(warmup_epochs))])
-        schedule = build_schedule(
-            self.section, epochs=total / per_epoch, steps_per_epoch=per_epoch
-        )
-        fractions = history.plans[-1].fractions(offset=0.0)
-        lrs = tuple(schedule.lr(total * fraction) for fraction in fractions)
-        return TrainEpoch(epoch, self.steps.last(epoch, lrs), "schedule")
-
-
-@dataclass(frozen=True)
-class PlateauSchedule(Policy):
-    """Multiply the rates of a schedule by `gamma` each time the losses have stopped falling.
-
-    That is after more than `patience` epochs in a row without a new lowest one, as torch's
-    ReduceLROnPlateau does with a threshold of 0.
+    Shape plateau multiplies them by `gamma` each time the losses have stopped falling: after more
+    than `patience` epochs in a row without a new lowest one, as torch's ReduceLROnPlateau does
+    with a threshold of 0.
     """
 
-    schedule: FixedSchedule | PlannedSchedule
-    gamma: float
-    patience: int
+    section: SchedulePolicy
+    length: Length
+    steps: EpochSteps
+
+    def __post_init__(self) -> None:
+        if self.length.known_epochs:  # a warm-up that is too long is refused now
+            self._schedule(())
+
+    def _schedule(self, plans: Sequence[EpochSpan]) -> Schedule:
+        total = self.length.planned_steps(self.steps, plans)
+        return build_schedule(self.section, total, steps_per_epoch=self.steps.first)
 
     def next(self, epoch: int, history: History) -> TrainEpoch:
+        schedule = self._schedule(history.plans)
+        span = self.length.span(epoch, self.steps, history.plans)
+        scale = self.length.planned_steps(self.steps, history.plans) / span.total
+        start, stride = span.start * scale, (span.stop - span.start) * scale / span.steps
+        drops = self._drops(history.epoch_losses)
+        factor = self.section.gamma**drops
+        lrs = tuple(factor * schedule.lr(start + i * stride) for i in range(span.steps))
+        reason = f"schedule after {drops} plateaus" if drops else "schedule"
+        return TrainEpoch(epoch, self.steps.last(epoch, lrs), reason)
+
+    def _drops(self, losses: Sequence[float]) -> int:
         drops, waited, lowest = 0, 0, math.inf
-        for loss in history.epoch_losses:
+        for loss in losses if self.section.shape == "plateau" else ():
             waited = 0 if loss < lowest else waited + 1
             lowest = min(lowest, loss)
-            if waited > self.patience:
+            if waited > self.section.patience:
                 drops, waited = drops + 1, 0
-        action = self.schedule.next(epoch, history)
-        lrs = tuple(lr * self.gamma**drops for lr in action.steps.lrs)
-        steps = replace(action.steps, lrs=lrs)
-        return replace(action, steps=steps, reason=f"schedule after {drops} plateaus")
+        return drops
 
 
 class RecordedEpoch(BaseModel):

@@ -19,6 +19,9 @@ own. The policy makes the peak smaller for some networks (`peak_factor`). Short 
 rates that a training does not, so the optimizer's usual rate, if it is lower, counts as some more
 of their steps.
 
+A search is a generator: it yields requests and is sent their results. So the search of a run is
+repeated from the recorded results whenever the policy has to decide.
+
 Sources: Wu et al., ICLR 2018 (short-horizon bias); the trials that compared rules are ours
 (benchmarks/RESULTS.md).
 """
@@ -26,11 +29,10 @@ Sources: Wu et al., ICLR 2018 (short-horizon bias); the trials that compared rul
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Generator, Sequence
+from dataclasses import dataclass, field
 
-from raytrain_opt.errors import DivergedError
-from raytrain_opt.search.policy import CandidateResult, Decision, shown_failure
+from raytrain_opt.search.policy import CandidateResult
 
 COARSE, FINE = "coarse", "fine"
 
@@ -67,61 +69,19 @@ def point_to_lr(point: float) -> float:
     return math.pow(10.0, point / _PER_DECADE)
 
 
-def steps_left(budget_steps: float, rounds: Sequence[Decision]) -> float:
-    """Return the steps of a budget that these rounds have not used."""
-    return budget_steps - sum(len(r.scores) * r.steps for r in rounds)
-
-
 @dataclass(frozen=True)
 class PeakRequest:
-    """Candidates to train next, `steps` each, from the first step of the first epoch."""
+    """Candidates of one optimizer to train next, `steps` each, from the start of epoch 1."""
 
+    optimizer: int
     stage: str
     points: tuple[int, ...]
     steps: int
     reason: str
 
 
-@dataclass(frozen=True)
-class PeakChoice:
-    """The peak to train with, and the result of the candidate nearest to it."""
-
-    result: CandidateResult
-    lr: float
-    reason: str
-    is_decided: bool = True  # by the candidates; else it is the usual rate
-
-
-@dataclass(frozen=True)
-class _Trials:
-    """The results of a stage by point: scored ones in `alive`; others diverged."""
-
-    alive: dict[int, CandidateResult]
-    failed: frozenset[int]
-
-    @classmethod
-    def of(cls, rounds: Sequence[Decision], stage: str) -> _Trials:
-        tried = [result for r in rounds if r.stage == stage for result in r.tried]
-        alive = {_point(r): r for r in tried if r.status == "ok"}
-        return cls(alive, frozenset(_point(r) for r in tried if r.status != "ok"))
-
-    @property
-    def tried(self) -> frozenset[int]:
-        return self.failed.union(self.alive)
-
-    def loss(self, point: int) -> float:
-        return self.alive[point].val_loss
-
-    def largest(self, tolerance: float) -> int:
-        """Return the largest point whose loss exceeds the lowest by at most this fraction."""
-        lowest = min(map(self.loss, self.alive))
-        return max(p for p in self.alive if self.loss(p) <= lowest + tolerance * abs(lowest))
-
-    def beyond_edge(self, center: int, spacing: int) -> int | None:
-        """Return the point next to the center if the center is at an edge; None otherwise."""
-        if center == max(self.tried):
-            return center + spacing
-        return center - spacing if center == min(self.tried) else None
+# Of a stage: whether a candidate has trained.
+_Requests = Generator[PeakRequest, Sequence[CandidateResult], bool]
 
 
 @dataclass(frozen=True)
@@ -149,88 +109,144 @@ class CandidateSteps:
         left = budget_steps - coarse_count * coarse
         return cls(coarse, int(min(longest, left / fine_count)))
 
+    @property
+    def are_enough(self) -> bool:
+        """Whether candidates have enough steps to tell them apart."""
+        return self.fine >= self.coarse
 
-@dataclass(frozen=True)
+
+@dataclass
+class Budget:
+    """The steps that candidates of all optimizers may still train."""
+
+    left: float
+
+
+@dataclass
+class _Stage:
+    """The candidates of one length, by point; `failed`: those that diverged."""
+
+    name: str
+    steps: int
+    alive: dict[int, CandidateResult] = field(default_factory=dict)
+    failed: set[int] = field(default_factory=set)
+
+    @property
+    def lowest_loss(self) -> float:
+        return min((result.val_loss for result in self.alive.values()), default=math.inf)
+
+    def largest(self, tolerance: float) -> int:
+        """Return the largest point whose loss exceeds the lowest by at most this fraction."""
+        limit = self.lowest_loss + tolerance * abs(self.lowest_loss)
+        return max(point for point, result in self.alive.items() if result.val_loss <= limit)
+
+    def beyond_edge(self) -> int | None:
+        """Return the point past the edge where the best is; below all points if all diverged."""
+        tried, spacing = self.failed.union(self.alive), _SPACING[self.name]
+        if not self.alive:
+            return min(tried) - spacing
+        center = self.largest(TOLERANCE if self.name == COARSE else 0.0)
+        if center == max(tried):
+            return center + spacing
+        return center - spacing if center == min(tried) else None
+
+
+@dataclass
 class PeakSearch:
-    """The search of one optimizer's rate from `initial`, within `budget_steps` of candidates."""
+    """The search of the rate of one optimizer, the job's n-th, from `initial`."""
 
+    optimizer: int
     initial: float
     steps: CandidateSteps
-    budget_steps: float
+    budget: Budget
     usual_lr: float | None  # of this optimizer, if it is known
     peak_factor: float = 1.0  # of the peak, relative to what the candidates say
 
-    def next(self, rounds: Sequence[Decision]) -> PeakRequest | PeakChoice:
-        """Return the next candidates after these rounds, or the peak.
+    def __post_init__(self) -> None:
+        self._coarse = self._last = _Stage(COARSE, self.steps.coarse)
+        self.tried: list[CandidateResult] = []
 
-        Stays within the budget, except when all diverged: without a rate that trains there is
-        no training. Raises DivergedError after `_MAX_EXTENSIONS` such extensions.
+    @property
+    def loss(self) -> float:
+        """The lowest loss of the last stage."""
+        return self._last.lowest_loss
+
+    @property
+    def best(self) -> CandidateResult:
+        """The best candidate of the last stage."""
+        return min(self._last.alive.values(), key=lambda result: result.val_loss)
+
+    @property
+    def untrained_loss(self) -> float:
+        """The loss of a rate a decade below the best coarse one, which hardly trains.
+
+        A search that began some decades away has tried this rate, too.
         """
-        if not rounds:
-            start = _PER_DECADE * round(math.log10(self.initial))
-            points = _around(start, COARSE)
-            return PeakRequest(
-                COARSE, points, self.steps.coarse, f"{_span(points)}, around the start"
-            )
-        stage = rounds[-1].stage
-        trials = _Trials.of(rounds, stage)
-        beyond = self._beyond(rounds, trials)
-        if beyond is not None and self._may_extend(rounds, trials):
-            why = "the best is at the edge" if trials.alive else "all diverged"
-            reason = f"{why}: next {point_to_lr(beyond):.3g}"
-            return PeakRequest(stage, (beyond,), rounds[-1].steps, reason)
-        if stage == COARSE:
-            return self._fine(trials, rounds)
-        return self._choose_peak(trials, rounds)
+        decade = self._coarse.largest(TOLERANCE)
+        below = max((p for p in self._coarse.alive if p < decade), default=decade)
+        return self._coarse.alive[below].val_loss
 
-    def _beyond(self, rounds: Sequence[Decision], trials: _Trials) -> int | None:
-        """Return the point past the edge if the best is at the edge; below all if all diverged.
+    def coarse(self) -> _Requests:
+        """Try rates a decade apart."""
+        points = _around(_PER_DECADE * round(math.log10(self.initial)), COARSE)
+        return self._try(points, f"{_span(points)}, around the start")
 
-        None otherwise, and where that point diverged in the coarse stage.
+    def fine(self, against: str = "", limit: float = math.inf) -> _Requests:
+        """Try rates around the best decade, as far as the budget allows.
+
+        `against`: the optimizer that this one has to beat. Then only the best rate is tried, and
+        others once its loss is at most `limit`.
         """
-        spacing = _SPACING[rounds[-1].stage]
-        if not trials.alive:
-            return min(trials.tried) - spacing
-        tolerance = TOLERANCE if rounds[-1].stage == COARSE else 0.0
-        beyond = trials.beyond_edge(trials.largest(tolerance), spacing)
-        return None if beyond in _Trials.of(rounds, COARSE).failed else beyond
-
-    def _fine(self, coarse: _Trials, rounds: Sequence[Decision]) -> PeakRequest | PeakChoice:
-        center, coarse_steps = coarse.largest(TOLERANCE), rounds[-1].steps
+        center, coarse_steps = self._coarse.largest(TOLERANCE), self._coarse.steps
         points = _around(center, FINE)
-        steps = min(self.steps.fine, int(steps_left(self.budget_steps, rounds) / len(points)))
+        steps = min(self.steps.fine, int(self.budget.left / len(points)))
         if steps < coarse_steps:
-            return self._choose_peak(coarse, rounds)
-        reason = (
-            f"about {point_to_lr(center):.3g} is best in {coarse_steps} steps: "
-            f"next {_span(points)}"
-        )
-        return PeakRequest(FINE, points, steps, reason)
-
-    def _may_extend(self, rounds: Sequence[Decision], trials: _Trials) -> bool:
-        """Return whether one more candidate is affordable. Raises DivergedError after too many."""
-        stage, steps = rounds[-1].stage, rounds[-1].steps
-        done = sum(r.stage == stage for r in rounds) - 1
-        if trials.alive:
-            reserved = _FINE_CANDIDATES * steps if stage == COARSE else 0
-            return done < _MAX_EXTENSIONS and steps + reserved <= steps_left(
-                self.budget_steps, rounds
-            )
-        if done < _MAX_EXTENSIONS:
             return True
-        tried = sorted(result.candidate.lr for r in rounds for result in r.tried)
-        raise DivergedError(
-            "epoch 1: the loss of every candidate was not finite, at each of these peak learning "
-            f"rates: {', '.join(f'{lr:.3g}' for lr in tried)}. Likely causes: data or a loss that "
-            f"is not finite, or a learning_rate.initial ({self.initial:g}) far too large."
-            f"{shown_failure(result for r in rounds for result in r.tried)}"
-        )
+        lr = f"{point_to_lr(center):.3g}"
+        reason = f"about {lr} is best in {coarse_steps} steps: next {_span(points)}"
+        if against:
+            points, reason = (center,), f"{lr}, the best in fewer steps, against {against}"
+        self._last = _Stage(FINE, steps)
+        return (yield from self._try(points, reason, limit))
 
-    def _choose_peak(self, trials: _Trials, rounds: Sequence[Decision]) -> PeakChoice:
-        """Return `peak_factor` times the weighted mean of the rates, drawn down to the usual."""
-        hardly, steps, best = hardly_trained(rounds), rounds[-1].steps, trials.largest(0.0)
-        assert hardly is not None
-        gains = {p: max(0.0, hardly.val_loss - trials.loss(p)) for p in trials.alive}
+    def _try(self, points: tuple[int, ...], reason: str, limit: float = math.inf) -> _Requests:
+        """Try these points of the last stage, and others while the best one is at an edge.
+
+        Stays within the budget, except when all diverged: without a rate that trains there is no
+        training.
+        """
+        stage = self._last
+        for _ in range(1 + _MAX_EXTENSIONS):
+            request = PeakRequest(self.optimizer, stage.name, points, stage.steps, reason)
+            results = yield request
+            self.tried += results
+            for point, result in zip(points, results, strict=True):
+                if result.status == "ok":
+                    stage.alive[point] = result
+                else:
+                    stage.failed.add(point)
+            self.budget.left -= len(points) * stage.steps
+            beyond = stage.beyond_edge()
+            if beyond is None or (stage.alive and not self._may_extend(beyond, limit)):
+                break
+            why = "the best is at the edge" if stage.alive else "all diverged"
+            points, reason = (beyond,), f"{why}: next {point_to_lr(beyond):.3g}"
+        return bool(stage.alive)
+
+    def _may_extend(self, point: int, limit: float) -> bool:
+        """Return whether a point is affordable and did not diverge in the coarse stage."""
+        stage = self._last
+        candidates = 1 + (_FINE_CANDIDATES if stage is self._coarse else 0)
+        is_affordable = candidates * stage.steps <= self.budget.left
+        return is_affordable and point not in self._coarse.failed and self.loss <= limit
+
+    def peak(self) -> tuple[float, CandidateResult, str]:
+        """Return the peak, the result of the candidate nearest to it, and how it was found.
+
+        It is `peak_factor` times the weighted mean of the rates, drawn down to the usual one.
+        """
+        stage, best = self._last, self._last.largest(0.0)
+        gains = {p: max(0.0, self.untrained_loss - r.val_loss) for p, r in stage.alive.items()}
         highest = gains[best]
         if highest > 0:
             weights = {point: (gain / highest) ** _GAIN_POWER for point, gain in gains.items()}
@@ -247,25 +263,10 @@ class PeakSearch:
             reason = f"{self.peak_factor:g} x the {reason}"
         usual = math.inf if self.usual_lr is None else _PER_DECADE * math.log10(self.usual_lr)
         if usual < center:
-            center += (usual - center) * _USUAL_STEPS / (_USUAL_STEPS + steps)
+            center += (usual - center) * _USUAL_STEPS / (_USUAL_STEPS + stage.steps)
             reason += f", drawn down to the usual rate {self.usual_lr:g}"
-        nearest = min(trials.alive, key=lambda point: abs(point - center))
-        return PeakChoice(
-            trials.alive[nearest], point_to_lr(center), f"{reason}, in {steps} steps"
-        )
-
-
-def hardly_trained(rounds: Sequence[Decision]) -> CandidateResult | None:
-    """Return the result of a rate a decade below the best coarse one, which hardly trains.
-
-    The rounds are those of one optimizer; None without a coarse candidate that trained. A
-    search that began some decades away has tried this rate, too.
-    """
-    coarse = _Trials.of(rounds, COARSE)
-    if not coarse.alive:
-        return None
-    decade = coarse.largest(TOLERANCE)
-    return coarse.alive[max((p for p in coarse.alive if p < decade), default=decade)]
+        nearest = min(stage.alive, key=lambda point: abs(point - center))
+        return point_to_lr(center), stage.alive[nearest], f"{reason}, in {stage.steps} steps"
 
 
 def _around(point: int, stage: str) -> tuple[int, ...]:
@@ -274,7 +275,3 @@ def _around(point: int, stage: str) -> tuple[int, ...]:
 
 def _span(points: Collection[int]) -> str:
     return ", ".join(f"{point_to_lr(point):.3g}" for point in points)
-
-
-def _point(result: CandidateResult) -> int:
-    return round(_PER_DECADE * math.log10(result.candidate.lr))

@@ -157,7 +157,7 @@ class CandidateResult:
 
 @dataclass(frozen=True)
 class Decision:
-    """The outcome of one round, of which `stage` and `steps` are those of its `TryCandidates`."""
+    """The outcome of one round."""
 
     epoch: int
     base_lr: float
@@ -165,10 +165,9 @@ class Decision:
     winner: CandidateResult | None  # perhaps of an earlier round; None: another has to follow
     next_base_lr: float
     reason: str
-    stage: str = ""
-    steps: int = 0
     tried: tuple[CandidateResult, ...] = ()  # results that later rounds of the epoch compare with
     next_optimizer: int = 0
+    untrained_loss: float | None = None  # of that optimizer's candidate that hardly trained
 
 
 class EpochLosses(NamedTuple):

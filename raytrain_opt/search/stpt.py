@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from raytrain_opt.config.learning_rate import LR_SETS, StptPolicy, Warmup
 from raytrain_opt.errors import DivergedError, JobError, Problem
 from raytrain_opt.optim.epoch_steps import EpochSteps
-from raytrain_opt.optim.schedules import warmup_lrs
+from raytrain_opt.optim.schedules import Constant
+from raytrain_opt.optim.schedules import Warmup as RisingRate
 from raytrain_opt.results import Steps
 from raytrain_opt.search.policy import (
     Candidate,
@@ -56,10 +57,6 @@ class Stpt(Policy):
             rule = f"longer than an epoch, which has {shortest} iterations"
             problem = Problem("learning_rate.alpha", rule, str(self.section.alpha))
             raise JobError([problem])
-        warmup = self.warmup.epochs  # the schema knows only one that the job gives
-        if self.steps(warmup) != self.steps.first:
-            rule = f"starts within the warm-up of {warmup} epochs, the default of candidates: mix"
-            raise JobError([Problem("batch_ramp.steps", rule)])
 
     def alpha_steps(self, epoch: int) -> int:
         """Return the steps of a pre-training: alpha itself, or that fraction of the epoch."""
@@ -130,10 +127,13 @@ class Stpt(Policy):
         return TrainEpoch(epoch, steps, "a single candidate: no search")
 
     def _train_warmup(self, epoch: int) -> TrainEpoch:
-        lrs = warmup_lrs(self.warmup, self.section.initial, self.steps.first)
-        first = (epoch - 1) * self.steps.first
-        steps = Steps(0, tuple(lrs[first : first + self.steps.first]))
-        return TrainEpoch(epoch, steps, f"warm-up epoch {epoch} of {self.warmup.epochs}")
+        initial, per_epoch, count = self.section.initial, self.steps.first, self.steps(epoch)
+        warmup, steps = self.warmup, self.warmup.epochs * per_epoch
+        start = warmup.start_lr(initial)
+        rise = RisingRate(start, initial, steps, warmup.shape, Constant(initial), steps)
+        first = (epoch - 1) * per_epoch
+        lrs = tuple(rise.lr(first + step * per_epoch / count) for step in range(count))
+        return TrainEpoch(epoch, Steps(0, lrs), f"warm-up epoch {epoch} of {warmup.epochs}")
 
     def _raise_if_all_diverged(self, epoch: int, history: History) -> None:
         failed = [decision for decision in history.rounds_of(epoch) if decision.winner is None]

@@ -22,12 +22,14 @@ from dataclasses import dataclass, replace
 
 from raytrain_opt.config.learning_rate import FINE_TUNING_LR, HorizonPolicy
 from raytrain_opt.config.updates import OptimizerSection
-from raytrain_opt.optim.epoch_steps import EpochSpan, EpochSteps, Length
+from raytrain_opt.errors import DivergedError
+from raytrain_opt.optim.epoch_steps import EpochSteps, Length
 from raytrain_opt.optim.schedules import RelativeSchedule
 from raytrain_opt.search.collapse import Attempt, last_restart, latest_attempt
-from raytrain_opt.search.optimizer_race import OptimizerRace, all_diverged
+from raytrain_opt.search.optimizer_race import OptimizerRace, PeakChoice
 from raytrain_opt.search.peak_search import (
     FEWEST_STEPS,
+    Budget,
     CandidateSteps,
     PeakRequest,
     PeakSearch,
@@ -63,6 +65,24 @@ _USUAL_COST, _DECISIVE_STEPS, _SMALL_SEARCH_FLOPS = 0.2, 300, 1e14
 
 
 @dataclass(frozen=True)
+class TaskFacts:
+    """What a search needs to know of data and network.
+
+    `channel_norm`: the network has BatchNorm, GroupNorm or InstanceNorm; `validation_size`:
+    samples of the validation split; `step_flops`: operations of an update; `guessing_loss`: see
+    `optimizer_race`.
+    """
+
+    channel_norm: bool = True
+    validation_size: int = 0
+    step_flops: float = math.inf
+    guessing_loss: float = math.inf
+
+
+NO_FACTS = TaskFacts()
+
+
+@dataclass(frozen=True)
 class HorizonStpt(Policy):
     """The policy, configured by a section of the job file."""
 
@@ -70,10 +90,7 @@ class HorizonStpt(Policy):
     length: Length
     steps: EpochSteps
     optimizers: tuple[OptimizerSection, ...]
-    channel_norm: bool = True  # the network has BatchNorm, GroupNorm or InstanceNorm
-    validation_size: int = 0  # samples of the validation split
-    step_flops: float = math.inf  # operations of an update
-    guessing_loss: float = math.inf  # see `optimizer_race`
+    facts: TaskFacts = NO_FACTS
 
     def schedule(self, optimizer: int) -> RelativeSchedule:
         """Return the schedule of the full training, relative to the peak."""
@@ -81,30 +98,17 @@ class HorizonStpt(Policy):
         shape = "constant" if section.is_schedule_free else self.section.shape
         return RelativeSchedule(shape, section.traits.usual_warmup if warmup is None else warmup)
 
-    def span(self, epoch: int, history: History, start: int = 0) -> EpochSpan:
-        """Return the part that this epoch covers of the training after the first `start` ones."""
-        return self.length.span(epoch, self.steps, history.plans, start)
-
-    def _attempt(self, history: History) -> Attempt:
-        return latest_attempt(history, self.length.known_epochs)
-
     @property
     def search_updates(self) -> float:
-        if self.length.includes_search or not self.race(History()).is_possible:
+        if self.length.includes_search or self._race(History()) is None:
             return 0
-        return self._budget(History())
+        return self.budget(History())
 
     @property
     def last_restart(self) -> int:
         return last_restart(self.length.known_epochs)
 
-    def race(self, history: History) -> OptimizerRace:
-        """Return the search before epoch 1: of the first optimizer only, if too short for all."""
-        budget = self._budget(history)
-        race = self._race(self.optimizers, budget)
-        return race if race.is_possible else self._race(self.optimizers[:1], budget)
-
-    def _budget(self, history: History) -> float:
+    def budget(self, history: History) -> float:
         """Return the updates of all candidates; auto lets the search of a small training decide.
 
         The search of a training for a time is a part of it.
@@ -115,37 +119,38 @@ class HorizonStpt(Policy):
             return steps * fraction / (1 + fraction)
         if cost != "auto":
             return fraction * steps
-        is_small = _DECISIVE_STEPS * self.step_flops <= _SMALL_SEARCH_FLOPS
+        is_small = _DECISIVE_STEPS * self.facts.step_flops <= _SMALL_SEARCH_FLOPS
         return max(fraction * steps, min(_DECISIVE_STEPS, steps) if is_small else 0)
-
-    def _cost(self, history: History, budget: float) -> str:
-        """Say what the search may cost."""
-        part = budget / self._updates(history)
-        return f"a search of at most {budget:.0f} updates, {100 * part:.0f} % of the training"
 
     def _updates(self, history: History) -> int:
         """Return the updates of the training, as planned at first."""
         return self.length.planned_steps(self.steps, history.plans)
 
-    def _race(self, optimizers: Sequence[OptimizerSection], budget: float) -> OptimizerRace:
-        steps = CandidateSteps.within(
-            budget,
-            horizon=self.section.horizon,
-            epoch_steps=self.steps.search,
-            optimizers=len(optimizers),
-        )
-        searches = (
-            PeakSearch(
-                self._initial(i), steps, budget, optimizer.traits.usual_lr, self._peak_factor
-            )
-            for i, optimizer in enumerate(optimizers)
-        )
-        names = (str(optimizer.name) for optimizer in optimizers)
-        return OptimizerRace(tuple(names), tuple(searches), budget, self.guessing_loss)
+    def _race(self, history: History) -> OptimizerRace | None:
+        """Return the search before epoch 1: of the first optimizer only, if too short for all.
 
-    @property
-    def _peak_factor(self) -> float:
-        return 1.0 if self.channel_norm else _WITHOUT_CHANNEL_NORM
+        None if it is too short for one.
+        """
+        budget = self.budget(history)
+        for count in (len(self.optimizers), 1):
+            steps = self._candidate_steps(budget, count)
+            if steps.are_enough:
+                break
+        else:
+            return None
+        left, factor = Budget(budget), 1.0 if self.facts.channel_norm else _WITHOUT_CHANNEL_NORM
+        searches = (
+            PeakSearch(i, self._initial(i), steps, left, optimizer.traits.usual_lr, factor)
+            for i, optimizer in enumerate(self.optimizers[:count])
+        )
+        names = (str(optimizer.name) for optimizer in self.optimizers[:count])
+        return OptimizerRace(tuple(names), tuple(searches), self.facts.guessing_loss)
+
+    def _candidate_steps(self, budget: float, optimizers: int) -> CandidateSteps:
+        horizon, epoch_steps = self.section.horizon, self.steps.search
+        return CandidateSteps.within(
+            budget, horizon=horizon, epoch_steps=epoch_steps, optimizers=optimizers
+        )
 
     def _initial(self, optimizer: int) -> float:
         """Return the rate at which the search starts, and which trains if it cannot decide.
@@ -163,64 +168,69 @@ class HorizonStpt(Policy):
 
         Raises DivergedError when all candidates diverged.
         """
-        if epoch > 1 or history.is_decided(1) or not self.race(history).is_possible:
+        race = None if epoch > 1 or history.is_decided(1) else self._race(history)
+        if race is None:
             return self._train(epoch, history)
-        optimizer, following = self.race(history).next(history.decisions)
-        assert isinstance(following, PeakRequest)
-        return self._try_peaks(optimizer, following, history)
+        request = _replay(race, [decision.tried for decision in history.decisions])
+        assert isinstance(request, PeakRequest)
+        return self._try_peaks(request, history)
 
     def decide(
         self, action: TryCandidates, results: Sequence[CandidateResult], history: History
     ) -> Decision:
         """Decide on the peak: the weighted mean of all rates that reduce the loss."""
-        scores = tuple(map(action.score_of, results))
         undecided = Decision(
             action.epoch,
             action.base_lr,
-            scores,
+            tuple(map(action.score_of, results)),
             winner=None,
             next_base_lr=action.base_lr,
             reason="",
-            stage=action.stage,
-            steps=action.pretrain_steps,
             tried=tuple(results),
         )
-        rounds, race = (*history.decisions, undecided), self.race(history)
-        if all_diverged(rounds):
-            return replace(undecided, reason=f"all {len(undecided.scores)} candidates diverged")
-        optimizer, following = race.next(rounds)
-        name = f"{self.optimizers[optimizer].name}, " if len(self.optimizers) > 1 else ""
+        rounds, race = (*history.decisions, undecided), self._race(history)
+        assert race is not None
+        try:
+            following = _replay(race, [decision.tried for decision in rounds])
+        except DivergedError:  # which `next` raises, once this round is recorded
+            return replace(undecided, reason="all candidates diverged")
+        name = self._shown_name(following.optimizer)
         if isinstance(following, PeakRequest):
             reason = f"next {name}{following.stage}: {following.reason}"
-            if not history.decisions:
-                reason = f"{self._cost(history, race.budget_steps)}; {reason}"
+            if not history.decisions:  # what the search may cost
+                budget = self.budget(history)
+                part = f"{100 * budget / self._updates(history):.0f} % of the training"
+                reason = f"a search of at most {budget:.0f} updates, {part}; {reason}"
             return replace(undecided, reason=reason)
         how = "" if following.is_decided else NOT_DECIDED
-        reason = f"{how}{name}peak {following.lr:.3g}: {following.reason}"
         return replace(
             undecided,
             winner=following.result,
             next_base_lr=following.lr,
-            next_optimizer=optimizer,
-            reason=reason,
+            next_optimizer=following.optimizer,
+            untrained_loss=following.untrained_loss,
+            reason=f"{how}{name}peak {following.lr:.3g}: {following.reason}",
             tried=(),
         )
 
-    def _try_peaks(self, optimizer: int, request: PeakRequest, history: History) -> TryCandidates:
+    def _shown_name(self, optimizer: int) -> str:
+        """Return the optimizer's name for a reason, where the job has several."""
+        return f"{self.optimizers[optimizer].name}, " if len(self.optimizers) > 1 else ""
+
+    def _try_peaks(self, request: PeakRequest, history: History) -> TryCandidates:
+        optimizer = request.optimizer
         base_lr = self._initial(optimizer)
-        first = sum(len(decision.scores) for decision in history.decisions)
-        is_auto = self.optimizers[optimizer].has_auto_weight_decay
-        weight_decay_factor = 0.0 if is_auto else 1.0
+        first = sum(len(decision.tried) for decision in history.decisions)
+        weight_decay_factor = 0.0 if self.optimizers[optimizer].has_auto_weight_decay else 1.0
         candidates = tuple(
             # Numbered through the epoch: a winner may come from an earlier round.
             Candidate(first + index, lr / base_lr, lr, weight_decay_factor, optimizer)
             for index, lr in enumerate(map(point_to_lr, request.points))
         )
-        name = f"{self.optimizers[optimizer].name}, " if len(self.optimizers) > 1 else ""
         return TryCandidates(
             1,
             base_lr,
-            f"{name}{request.stage}: {request.reason}",
+            f"{self._shown_name(optimizer)}{request.stage}: {request.reason}",
             candidates,
             self.schedule(optimizer).compressed(request.steps),
             stage=request.stage,
@@ -228,19 +238,18 @@ class HorizonStpt(Policy):
         )
 
     def _train(self, epoch: int, history: History) -> StartAgain | TrainEpoch:
-        attempt = self._attempt(history)
-        span, own = self.span(epoch, history, attempt.start), attempt.own(history)
+        attempt = latest_attempt(history, self.length.known_epochs)
+        span = self.length.span(epoch, self.steps, history.plans, attempt.start)
         found = history.latest
         optimizer = found.next_optimizer if found else 0
-        start = self._initial(optimizer)
-        peak = (found.next_base_lr if found else start) * attempt.lr_factor
+        peak = (found.next_base_lr if found else self._initial(optimizer)) * attempt.lr_factor
         schedule = self.schedule(optimizer)
         how = "constant rate" if schedule.shape == "constant" else f"{schedule.shape} decay from"
         reason = f"{how} {peak:.3g}"
         if not found:
             reason += ": too few steps for a search"
             cost = math.ceil(100 * FEWEST_STEPS / span.total_steps) / 100
-            if cost <= 1 and self._race(self.optimizers[:1], FEWEST_STEPS).is_possible:
+            if cost <= 1 and self._candidate_steps(FEWEST_STEPS, 1).are_enough:
                 reason += f" within learning_rate.max_search_cost; {cost:g} allows one"
         if attempt.number > len(history.restarts):
             loss = history.epoch_losses[-1]
@@ -255,24 +264,40 @@ class HorizonStpt(Policy):
         if not self.optimizers[optimizer].has_auto_weight_decay:
             return action
         sum_of_lrs = peak * schedule.mean * span.total_steps
+        return self._with_decay(action, attempt, history, sum_of_lrs)
+
+    def _with_decay(
+        self, action: TrainEpoch, attempt: Attempt, history: History, sum_of_lrs: float
+    ) -> TrainEpoch:
+        """Return an epoch with the weight decay that follows the fit."""
+        own, trained = attempt.own(history), action.epoch - attempt.start
+        span = self.length.span(action.epoch, self.steps, history.plans, attempt.start)
+        split = self.facts.validation_size
+        epochs = self.length.known_epochs - attempt.start if split else 0
+        watch = Watch.of(epochs, channel_norm=self.facts.channel_norm)
         size = span.total_steps / self.steps.first
-        decay = decay_by_fit(own, optimizer, sum_of_lrs, size)
-        watch = self._watch(attempt)
-        if watch is None:
-            return replace(action, steps=replace(steps, weight_decay_factor=decay))
-        watched = decay_by_fit(own, optimizer, sum_of_lrs, size, watch)
-        trained = epoch - attempt.start
-        reports_overfitting = trained == watch.end + 1 and watched > decay
-        held_out = self.validation_size if trained <= watch.end else 0
+        decay = decay_by_fit(own, sum_of_lrs, size)
+        watched = decay_by_fit(own, sum_of_lrs, size, watch)
+        found = trained == watch.end + 1 and watched > decay
+        held_out = split if trained <= watch.end else 0
         return replace(
             action,
-            steps=replace(steps, weight_decay_factor=watched, held_out=held_out),
+            steps=replace(action.steps, weight_decay_factor=watched, held_out=held_out),
             scores=trained in (watch.start, watch.end),
-            overfitting=watch.finding(own) if reports_overfitting else "",
+            overfitting=watch.finding(own) if found else "",
         )
 
-    def _watch(self, attempt: Attempt) -> Watch | None:
-        if not self.validation_size:
-            return None
-        epochs = self.length.known_epochs - attempt.start
-        return Watch.of(epochs, channel_norm=self.channel_norm)
+
+def _replay(
+    race: OptimizerRace, rounds: Sequence[Sequence[CandidateResult]]
+) -> PeakRequest | PeakChoice:
+    """Return what follows these rounds. Raises DivergedError."""
+    search = race.run()
+    try:
+        request = next(search)
+        for results in rounds:
+            request = search.send(results)
+        return request
+    except StopIteration as end:
+        choice: PeakChoice = end.value
+        return choice

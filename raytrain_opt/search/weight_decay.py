@@ -27,8 +27,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raytrain_opt.search.optimizer_race import rounds_of
-from raytrain_opt.search.peak_search import TOLERANCE, hardly_trained
+from raytrain_opt.search.peak_search import TOLERANCE
 from raytrain_opt.search.policy import History
 
 # Times 1 / (rate x decay) in a training of a network that fits its samples perfectly.
@@ -47,16 +46,19 @@ _HEALTHY_SHARE = 1 / 3
 
 @dataclass(frozen=True)
 class Watch:
-    """The epochs after which the validation split is scored; until `end` it is held out."""
+    """The epochs after which the validation split is scored; until `end` it is held out.
+
+    Both are 0 in a training that is not watched.
+    """
 
     start: int
     end: int
     channel_norm: bool = True
 
     @classmethod
-    def of(cls, epochs: int, *, channel_norm: bool) -> Watch | None:
-        """Return the epochs of a training; None if it is short."""
-        return cls(epochs // 4, epochs // 2, channel_norm) if epochs >= _EPOCHS else None
+    def of(cls, epochs: int, *, channel_norm: bool) -> Watch:
+        """Return the epochs of a training; a short one is not watched."""
+        return cls(epochs // 4, epochs // 2, channel_norm) if epochs >= _EPOCHS else cls(0, 0)
 
     def falls(self, history: History) -> tuple[float, float]:
         """Return by how much the training and the validation loss fell; 0 if that is unknown.
@@ -91,21 +93,16 @@ class Watch:
 
 
 def decay_by_fit(
-    history: History, optimizer: int, sum_of_lrs: float, epochs: float, watch: Watch | None = None
+    history: History, sum_of_lrs: float, epochs: float, watch: Watch = Watch(0, 0)
 ) -> float:
-    """Return the decoupled weight decay of the next epoch, of the job's n-th `optimizer`."""
-    losses = history.epoch_losses
-    untrained = _untrained_loss(history, optimizer) if losses else 0.0
-    if untrained <= 0:  # nothing is known, or a loss of the user's own that may be negative
+    """Return the decoupled weight decay of the next epoch."""
+    losses, latest = history.epoch_losses, history.latest
+    if not losses:
         return 0.0
-    fit = min(max(1 - losses[-1] / untrained, 0.0), 1.0)
-    if watch is not None:
-        fit = max(fit, watch.fit(history, untrained))
+    # Of a candidate that hardly trained, or without a search of epoch 1.
+    untrained = losses[0] if latest is None else latest.untrained_loss
+    if untrained is None or untrained <= 0:  # a loss of the user's own may be negative
+        return 0.0
+    fit = max(min(1 - losses[-1] / untrained, 1.0), watch.fit(history, untrained))
     times = _TIMES * min(1.0, epochs / _EPOCHS)
     return fit * min(times / sum_of_lrs, _MAX_DECAY)
-
-
-def _untrained_loss(history: History, optimizer: int) -> float:
-    """Return the loss of a candidate that hardly trained, or without a search of epoch 1."""
-    result = hardly_trained(rounds_of(optimizer, history.decisions))
-    return history.epoch_losses[0] if result is None else result.val_loss

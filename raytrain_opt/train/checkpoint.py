@@ -68,7 +68,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class _Index:
-    """The content of index.json; other keys are ignored: under a URI there is `lease`."""
+    """The content of index.json; other keys are ignored: under a URI there is `writer`."""
 
     checkpoints: Annotated[list[Checkpoint], MinLen(1)]  # it is written with the first one
 

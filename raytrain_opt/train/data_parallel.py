@@ -23,15 +23,13 @@ from torch.utils.hooks import RemovableHandle
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.updates import ParallelSection
-from raytrain_opt.errors import DataError, JobError
+from raytrain_opt.errors import DataError, JobError, Problem, listed
 from raytrain_opt.results import EvalTotals
 from raytrain_opt.threads import start_thread
 from raytrain_opt.train.batch_norm import StepBuffers
 from raytrain_opt.train.gradient_noise import NoiseTracker, Pair, Scale
-from raytrain_opt.train.load_balance import LoadBalance
-from raytrain_opt.train.micro_batches import MicroBatches
+from raytrain_opt.train.micro_batches import LoadBalance, MicroBatches
 from raytrain_opt.train.phase import first_failure
-from raytrain_opt.train.step_check import unused_parameters
 from raytrain_opt.train.task import Task, aggregate, aggregates, metric_of
 from raytrain_opt.train.tree_sum import TreeExchange, TreeSum, additions_after
 
@@ -109,9 +107,12 @@ class Parallel:
     def after_step(self) -> None:
         """Call this after each update."""
 
-    def end_phase(self) -> tuple[Pair, ...]:
-        """End the phase; return squared gradient norms of some updates (`gradient_noise`)."""
+    def take_norms(self) -> tuple[Pair, ...]:
+        """Return the squared gradient norms of the phase so far (`gradient_noise`), once."""
         return ()
+
+    def end_phase(self) -> None:
+        """End the phase."""
 
     def report(self) -> dict[str, object]:
         """Return what was chosen and measured, for the records."""
@@ -216,14 +217,25 @@ class DataParallel(Parallel):
         """Raise JobError for parameters without a gradient, for which other workers would wait."""
         named = self._model.named_parameters()
         unused = [name for name, p in named if p.grad is None and p.requires_grad]
-        if problem := unused_parameters(unused, at_random=self._has_updated):
+        if unused:
+            text = f"parameters get no gradient, for which workers would wait: {listed(unused)}"
+            hint = (
+                "if layers are left out at random, multiply their output by 0 instead, or train "
+                "with workers.count: 1"
+            )
+            problem = Problem("model.name", f"in some steps {text}", None, hint)
+            if not self._has_updated:
+                hint = f"name them if the loss never uses them; {hint}"
+                problem = Problem("model.freeze", text, None, hint)
             raise JobError([problem])
         self._has_updated = True
         self._balance.after_update()
 
-    def end_phase(self) -> tuple[Pair, ...]:
+    def take_norms(self) -> tuple[Pair, ...]:
+        return self._noise.take()
+
+    def end_phase(self) -> None:
         self._balance.end_measurement()
-        return self._noise.end_phase()
 
     def report(self) -> dict[str, object]:
         section, largest = self._section, max(self._balance.speeds)

@@ -23,7 +23,7 @@ class NoiseTracker:
 
     Counted back from the phase's last step: a phase that goes on after a resume measures the same.
 
-    All ranks must make the same calls. Values stay on the device until the phase ends. With
+    All ranks must make the same calls. Values stay on the device until they are taken. With
     SyncBatchNorm the gradients contain parts of other workers' losses, and the measured noise is
     too small.
     """
@@ -74,8 +74,8 @@ class NoiseTracker:
         squares = torch.stack(values).double().square()
         return squares.sum()
 
-    def end_phase(self) -> tuple[Pair, ...]:
-        """End the phase; return one pair per measured update."""
+    def take(self) -> tuple[Pair, ...]:
+        """Return one pair for each update that was measured since the last call."""
         if not self._rows:
             return ()
         own, self._rows = torch.stack(self._rows), []

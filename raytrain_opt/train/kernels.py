@@ -1,16 +1,10 @@
-"""How a device computes: number formats, the kernels of a GPU, compiled models.
-
-Each graph is compiled once per device of a node.
-"""
+"""How a device computes: number formats, the kernels of a GPU, compiled models."""
 
 from __future__ import annotations
 
-import fcntl
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,34 +16,11 @@ from raytrain_opt.config.schema import Compile, Precision
 _ATTENTION = re.compile("Attention|Attn")
 
 
-def _compile_once_per_device(mode: str, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-    """Compile by torch's own compiler; other processes of the same device wait for its code.
-
-    All workers and slots compile the same graphs at the same time. The first one of a GPU, or of a
-    node's CPU, does; then the others find the code in torch's cache, which they share. Backward
-    passes are compiled together with the forward passes, so that nobody waits here for a gradient
-    of those who wait.
-    """
-    from torch._inductor import list_mode_options  # not before something is compiled
-    from torch._inductor.compile_fx import compile_fx
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    # Code for one GPU is not found for another, so each has a lock.
-    device = next((str(i.device) for i in inputs if isinstance(i, torch.Tensor)), "cpu")
-    at_once = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
-    with Path(cache_dir(), f"raytrain_opt-{device}.lock").open("a+") as file, at_once:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            fcntl.flock(file, fcntl.LOCK_SH)  # all who waited go on together
-        return compile_fx(graph, inputs, config_patches=list_mode_options(mode))
-
-
 # max-autotune alone captures CUDA graphs. Gradients would lie in the memory of a graph, which the
 # next micro-batch of an update overwrites, and which is not released for another pool.
-BACKENDS: dict[str, Callable[..., Any]] = {
-    "default": partial(_compile_once_per_device, "default"),
-    "max-autotune": partial(_compile_once_per_device, "max-autotune-no-cudagraphs"),
+COMPILE_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "max-autotune": {"mode": "max-autotune-no-cudagraphs"},
 }
 
 
@@ -72,7 +43,7 @@ def compile_model(setting: Compile, model: nn.Module, device: torch.device) -> C
         def call(*args: Any, **kwargs: Any) -> Any:
             return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-        model._compiled_call_impl = torch.compile(call, backend=BACKENDS[setting])
+        model._compiled_call_impl = torch.compile(call, **COMPILE_ARGUMENTS[setting])
     return setting
 
 

@@ -2,7 +2,8 @@
 
 Each worker or slot builds one `Learner`, which lives as long as the run. It
 knows nothing of Ray. Its training loop never waits for the device: the sums of losses and
-metrics stay there until the end of a phase, that is, of one call of `train` or `evaluate`.
+metrics stay there until the end of a phase, that is, of one call of `train` or `evaluate`, or
+until somebody asks for the totals between two of its steps.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from raytrain_opt.optim.update import (
 )
 from raytrain_opt.random_state import find_generators, seed_all, seeded
 from raytrain_opt.results import (
+    NO_STEPS,
     BufferUpdates,
     EvalTotals,
     GradientNorms,
@@ -56,7 +58,7 @@ from raytrain_opt.train.task import build_task, find_metric_names
 # points of accuracy in the AlgoPerf benchmark.
 _STATISTICS_BATCHES = 10
 
-# Called before each step with the number of completed steps; a true result ends the phase there.
+# Called before each step with the number of steps since the phase began, or its totals were taken.
 OnStep = Callable[[int], object]
 
 
@@ -98,6 +100,7 @@ class Learner:
         self.parallel = distribute(self.model, config.parallel)
         self._build_optimizer(0)
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
+        self._batches: Iterator[Batch]
         self._begin_phase(1, MicroBatches.all(1))
 
     def _build_model(self) -> nn.Module:
@@ -165,42 +168,70 @@ class Learner:
         *,
         search: bool = False,
     ) -> TrainTotals:
-        """Train steps of `epoch`.
+        """Train steps of `epoch`; see `begin`."""
+        self.begin(epoch, steps, micro_batches, search=search)
+        self.advance(len(steps.lrs), on_step)
+        return self.end()
+
+    def begin(
+        self, epoch: int, steps: Steps, micro_batches: MicroBatches, *, search: bool = False
+    ) -> None:
+        """Begin a phase: `advance` trains its steps, in any number of parts, `end` ends it.
 
         The gradients of the micro-batches of a step, which all workers of a process group compute
         together, are accumulated into one update: the result has the same bits for any number of
-        workers. The same arguments from the same state give the same result, whatever ran before.
-        In a `search` the validation split is held out. With averaging, the model has the averaged
-        weights afterwards, whose statistics `finish_phase` takes.
+        workers and parts. The same arguments from the same state give the same result, whatever
+        ran before. In a `search` the validation split is held out.
         """
         self._use_optimizer(steps.optimizer)
         grown = micro_batches.split(ramp_factor(self.config.batch_ramp.steps, epoch))
         self._begin_phase(epoch, grown, search=search, held_out=steps.held_out)
-        phase, parallel, batch_size = self._phase, self.parallel, self._global_batch_size(epoch)
-        self._begin_updates(steps.weight_decay_factor)
+        decays = [steps.weight_decay_factor * decay for decay in self._weight_decays]
+        set_weight_decays(self.optimizer, decays)
+        self._use_training_mode()
+        parallel, batch_size = self.parallel, self._global_batch_size(epoch)
         count = min(steps.end, self._epoch_size // batch_size) - steps.first
         parallel.begin_phase(count, grown, self.scaler.scale, search)
-        momentum_warmup = self.config.optimizers[steps.optimizer].momentum_warmup
-        epoch_per_step = batch_size / self.info.train_size
-        batches = self.micro_batches_at(product(range(steps.first, steps.end), parallel.indices))
-        for update, lr in enumerate(steps.lrs):
-            if on_step(update):
-                break
-            set_lr(self.optimizer, lr)
-            epochs_done = epoch - 1 + (steps.first + update) * epoch_per_step
-            set_momentum(self.optimizer, momentum_warmup, epochs_done)
-            self._train_step(steps.first + update, batches)
-            self._compare_ranks_early()
-        if phase.steps > 1 and phase.failure is None:
-            self._update_check.end_phase()
-        averaging.use_averaged_weights(self.optimizer)
-        pairs = parallel.end_phase()
-        norms = GradientNorms(self._micro_batch_size(), batch_size, pairs) if pairs else None
-        return replace(phase.totals(), norms=norms)
+        self._steps = steps
+        indices = product(range(steps.first, steps.end), parallel.indices)
+        self._batches = self.micro_batches_at(indices)
 
-    def _begin_updates(self, weight_decay_factor: float) -> None:
-        decays = [weight_decay_factor * decay for decay in self._weight_decays]
-        set_weight_decays(self.optimizer, decays)
+    def advance(self, until: int, on_step: OnStep = lambda _: None) -> None:
+        """Train the phase's steps before `until`, counted as `on_step` counts them."""
+        self._use_training_mode()
+        phase, steps = self._phase, self._steps
+        momentum_warmup = self.config.optimizers[steps.optimizer].momentum_warmup
+        epoch_per_step = self._global_batch_size(phase.epoch) / self.info.train_size
+        for update in range(phase.steps, until):
+            on_step(update)
+            set_lr(self.optimizer, steps.lrs[update])
+            epochs_done = phase.epoch - 1 + (steps.first + update) * epoch_per_step
+            set_momentum(self.optimizer, momentum_warmup, epochs_done)
+            self._train_step(steps.first + update, self._batches)
+            self._compare_ranks_early()
+
+    def take_totals(self) -> TrainTotals:
+        """Return the totals of the phase since they were last taken.
+
+        With averaging, the model has the averaged weights until the phase advances.
+        """
+        averaging.use_averaged_weights(self.optimizer)
+        pairs, size = self.parallel.take_norms(), self._global_batch_size(self._phase.epoch)
+        norms = GradientNorms(self._micro_batch_size(), size, pairs) if pairs else None
+        totals = self._phase.take_totals()
+        self._steps = self._steps.after(totals.steps)
+        return replace(totals, norms=norms)
+
+    def end(self) -> TrainTotals:
+        """End the phase; return as `take_totals`. `finish_phase` takes the statistics then."""
+        if self._phase.steps > 1 and self._phase.failure is None:
+            self._update_check.end_phase()
+        totals = self.take_totals()
+        self.parallel.end_phase()
+        self._batches = iter(())
+        return totals
+
+    def _use_training_mode(self) -> None:
         averaging.use_training_weights(self.optimizer)
         self.parallel.forward.train()
 
@@ -247,7 +278,8 @@ class Learner:
     @property
     def position(self) -> str:
         """How far the latest phase is, for messages."""
-        return f"after {self._phase.steps} steps of epoch {self._phase.epoch}"
+        steps = self._steps.first + self._phase.steps
+        return f"after {steps} steps of epoch {self._phase.epoch}"
 
     @property
     def failure(self) -> Exception | None:
@@ -284,7 +316,8 @@ class Learner:
     def _begin_phase(
         self, epoch: int, micro_batches: MicroBatches, *, search: bool = False, held_out: int = 0
     ) -> None:
-        self._phase = Phase(epoch, micro_batches, search, held_out)
+        self._phase, self._steps = Phase(epoch, micro_batches, search, held_out), NO_STEPS
+        self._batches = iter(())
         # Those of the user's objects, which may create some at any time.
         self._generators = find_generators(self.task, self.model, self.optimizer)
 

@@ -23,12 +23,13 @@ from raytrain_opt.config.updates import (
     ParallelSection,
 )
 from raytrain_opt.results import EVAL_BLOCK_SIZE
-from raytrain_opt.train.micro_batches import usual_splits
 
 # Sections that may hold objects of the user's own, which can be large.
 OBJECT_SECTIONS = ("model", "data", "task", "loss")
 # Forward passes keep no activations, so 256 samples fit wherever a training step does.
 _MIN_EVAL_BATCH_SIZE = 256
+# BatchNorm normalizes each micro-batch: with less than 8 samples it is noisy.
+_MAX_SPLIT, _MIN_MICRO_BATCH_SIZE = 16, 8
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,9 @@ class LearnerConfig:
         """The micro-batches per worker and step, from few to many, that `async` may have."""
         if self.parallel.micro_batches is not None:
             return [self.parallel.micro_batches // self.worker_count]
-        return usual_splits(self.batch_size_per_worker)
+        samples = self.batch_size_per_worker
+        finest = max(1, min(_MAX_SPLIT, samples // _MIN_MICRO_BATCH_SIZE))
+        return [n for n in range(1, finest + 1) if samples % n == 0]
 
     def eval_batch_size(self, batch_size_per_worker: int) -> int:
         """Return the batch size of an evaluation when training has `batch_size_per_worker`."""

@@ -1,4 +1,13 @@
-"""Which micro-batches of a global batch are computed, and how workers share them."""
+"""Which micro-batches of a global batch are computed, and how workers share them.
+
+Synchronous training takes as long as its slowest worker. With more micro-batches than workers,
+a worker of speed v_w computes a fraction v_w / sum(v) of them, and all finish at the same time.
+Shares cost or save time only: sums do not depend on them (`train.tree_sum`). The speeds are
+measured while training: from the end of an update to the moment when a worker's last gradient is
+ready, which includes its wait for data and leaves out its wait for others and the first update of
+a phase. Source: Chen, Wang and others, Semi-Dynamic Load Balancing: Efficient Distributed Learning
+in Non-Dedicated Environments, SoCC 2020, which shares samples rather than micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +15,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-# BatchNorm normalizes each micro-batch: with less than 8 samples it is noisy.
-_USUAL_SPLIT, _USUAL_SAMPLES = 16, 8
+import torch
+import torch.distributed as dist
+
+from raytrain_opt.train.step_timer import step_timer_for
+
+# Of a step's time. A smaller gain is noise of the measured speeds, and other shares cost the
+# loaders a new start.
+_WORTH = 0.05
+# Weight of the latest measurement: a slow second must not change the shares of a minute.
+_SMOOTHING = 0.5
 
 
 @dataclass(frozen=True)
@@ -57,7 +74,55 @@ def step_time(shares: Sequence[range], speeds: Sequence[float]) -> float:
     return longest * sum(speeds) / sum(map(len, shares))
 
 
-def usual_splits(samples: int) -> list[int]:
-    """Return into how many micro-batches a share can be cut: at most 16 of at least 8 samples."""
-    finest = max(1, min(_USUAL_SPLIT, samples // _USUAL_SAMPLES))
-    return [n for n in range(1, finest + 1) if samples % n == 0]
+class LoadBalance:
+    """The micro-batches of each rank. All ranks make the same calls."""
+
+    def __init__(self, device: torch.device, *, equal: bool) -> None:
+        """`equal`: keep equal shares, whatever the speeds."""
+        self._device, self._equal = device, equal
+        self._timer = step_timer_for(device)
+        self.speeds: Sequence[float] = [1.0] * dist.get_world_size()
+        self._measured = False
+        self.shares: list[range] = []
+
+    def share(self, count: int) -> None:
+        """Share `count` micro-batches; keep the present shares unless others save time."""
+        best = split_by_speed(count, self.speeds)
+        if sum(map(len, self.shares)) == count:
+            gain = 1 - step_time(best, self.speeds) / step_time(self.shares, self.speeds)
+            if gain <= _WORTH:
+                return
+        self.shares = best
+
+    def begin_measurement(self) -> None:
+        """Drop what was measured."""
+        self._updates = self._computed = 0
+        self._timer.reset()
+        self._timer.mark()
+
+    def on_gradients(self) -> None:
+        """Call this when all gradients of an update are computed, before they are received."""
+        self._timer.mark()
+
+    def after_update(self) -> None:
+        """Call this after each update."""
+        self._updates += 1
+        self._computed += len(self.shares[dist.get_rank()])
+        self._timer.mark()
+        if self._updates == 1:  # it waited for loaders to start, kernels to be chosen, compiling
+            self._computed = 0
+            self._timer.reset()
+            self._timer.mark()
+
+    def end_measurement(self) -> None:
+        """Exchange what the ranks have measured, if they made several updates."""
+        if self._equal or not self._computed:
+            return
+        # Intervals alternate between computing and the wait for others, with the update.
+        seconds = torch.zeros(len(self.speeds), dtype=torch.float64, device=self._device)
+        seconds[dist.get_rank()] = sum(self._timer.intervals_s()[::2]) / self._computed
+        dist.all_reduce(seconds)
+        weight = _SMOOTHING if self._measured else 1.0
+        pairs = zip(self.speeds, seconds.tolist(), strict=True)
+        self.speeds = [(1 - weight) * old + weight / latest for old, latest in pairs]
+        self._measured = True

@@ -41,13 +41,13 @@ _OUT_OF_MEMORY_TEXTS = (
 
 @dataclass
 class Phase:
-    """One phase, that is, one call of `Learner.train`, and its sums."""
+    """One phase (`Learner.begin`), and its sums since they were last taken."""
 
     epoch: int
     micro_batches: MicroBatches
     search: bool
     held_out: int
-    losses: list[Tensor] = field(default_factory=list)  # see `totals`; one for each step
+    losses: list[Tensor] = field(default_factory=list)  # see `take_totals`; one for each step
     steps: int = 0
     samples: int = 0
     skipped: int = 0
@@ -61,8 +61,8 @@ class Phase:
         count = self.micro_batches.count
         self.losses.append(torch.zeros(count, device=device, dtype=torch.float64))
 
-    def totals(self) -> TrainTotals:
-        """Return the sums over all processes so far; this waits for the device.
+    def take_totals(self) -> TrainTotals:
+        """Return the sums over all processes, and begin new ones; this waits for the device.
 
         Each number has one process in which it is not 0, so an all-reduce in any order is exact;
         then the losses of a step are added in the order of its micro-batches.
@@ -75,7 +75,7 @@ class Phase:
             rows, counts = message[:-2].view_as(rows), message[-2:]
         samples, skipped = map(int, counts.tolist())
         losses = tuple(map(sum, rows.tolist()))
-        return TrainTotals(
+        totals = TrainTotals(
             steps=self.steps,
             samples=samples,
             losses=losses,
@@ -84,6 +84,10 @@ class Phase:
             data_wait_s=self.data_wait_s,
             failure=first_failure(describe(self.failure), sum(losses)),
         )
+        self.losses, self.started_s = [], monotonic_s()
+        self.steps = self.samples = self.skipped = 0
+        self.data_wait_s = 0.0
+        return totals
 
 
 def first_failure(own: str, total: float) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from raytrain_opt.data.base import Batch
 from raytrain_opt.data.batch_reader import cause
-from raytrain_opt.errors import JobError, Problem, first_of, listed
+from raytrain_opt.errors import JobError, Problem, first_of
 from raytrain_opt.models.factory import check_output, preserve_model
 from raytrain_opt.optim.update import set_lr
 from raytrain_opt.random_state import find_generators, seed_all
@@ -41,8 +41,8 @@ def check_steps(
     test: Batch,
     num_classes: int,
     optimizers: Sequence[torch.optim.Optimizer] = (),
-) -> list[Problem]:
-    """Try the first step and an evaluation on the CPU; return why several workers cannot train.
+) -> None:
+    """Try the first step and an evaluation on the CPU.
 
     `train` and `test` hold two real samples, or one. `optimizers`: of the user's own. Model and
     task are preserved. Raises DataError for an exception of their code. Raises JobError: the loss
@@ -67,8 +67,6 @@ def check_steps(
         counting = set(changed) & set(_different(between, _not_saved(model, task)))
         if counters := [n for n in counting if isinstance(before.get(n), int | Tensor)]:
             raise _depends("each training step", counters)
-        model.load_state_dict(start)
-        other = _step(task, model, train, seed=1)
         for optimizer in optimizers:
             _try_update(model, optimizer)
     with preserve_model(model, cpu, task):
@@ -80,46 +78,12 @@ def check_steps(
         if _different(used, _evaluate(task, model, test)):
             raise _depends("an evaluation with weights that were loaded", changed)
     model.zero_grad(set_to_none=True)
-    written = [name for name in _different(start, reached) if name in parameters]
-    return _problems_of_several(parameters, (first, other), written)
 
 
-def _problems_of_several(
-    parameters: Mapping[str, nn.Parameter],
-    steps: Sequence[Mapping[str, Tensor]],
-    written: list[str],
-) -> list[Problem]:
-    """Return why several workers cannot train; `steps`: two, with the gradients that they have."""
-    trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
-    unused = [sorted(trained - step.keys()) for step in steps]
-    problems = [unused_parameters(max(unused, key=len), at_random=unused[0] != unused[1])]
-    if written:
-        rule = (
-            f"forward changes parameters itself ({first_of(written)}): with several workers, each "
-            "has other samples, so their weights would differ"
-        )
-        problems.append(Problem("model.name", rule, None, "train with workers.count: 1"))
-    return [problem for problem in problems if problem is not None]
-
-
-def unused_parameters(names: list[str], *, at_random: bool) -> Problem | None:
-    """Return the problem of parameters without a gradient, for which workers would wait."""
-    if not names:
-        return None
-    rule = f"parameters get no gradient, for which workers would wait: {listed(names)}"
-    hint = (
-        "if layers are left out at random, multiply their output by 0 instead, or train with "
-        "workers.count: 1"
-    )
-    if at_random:
-        return Problem("model.name", f"in some steps {rule}", None, hint)
-    return Problem("model.freeze", rule, None, f"name them if the loss never uses them; {hint}")
-
-
-def _step(task: Task, model: nn.Module, batch: Batch, seed: int = 0) -> dict[str, Tensor]:
+def _step(task: Task, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     """Compute a step without the update; return the loss and the norm of each gradient."""
     model.zero_grad(set_to_none=True)
-    seed_all(seed, generators=find_generators(task, model))
+    seed_all(0, generators=find_generators(task, model))
     model.train()
     # As DistributedDataParallel has them: parameters and mode, but no attributes of the model.
     module: Any = nn.Module()

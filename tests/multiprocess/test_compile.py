@@ -1,4 +1,4 @@
-"""torch's own compiler on two processes: against eager steps, a resume, and how often it runs."""
+"""torch's own compiler on two processes: against eager steps, and a resume."""
 
 from __future__ import annotations
 
@@ -67,12 +67,9 @@ def run_rank(rank: int, world_size: int, folder: Path) -> Results:
             }
         middle.write_bytes(pickle.dumps(compiled.state(copy=True)))
     compiled.train(1, Steps(2, LRS), own)
-    counters = torch._dynamo.utils.counters
     return results | {
         "end": compiled.state(copy=True).digest(),
-        "graphs": counters["stats"]["unique_graphs"],
-        "compiled": counters["inductor"]["fxgraph_cache_miss"],
-        "found": counters["inductor"]["fxgraph_cache_hit"],
+        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
     }
 
 
@@ -94,15 +91,6 @@ def test_compiled_steps_equal_eager_ones_within_rounding(runs: list[list[dict[st
         eager, compiled = rank["off"], rank["default"]
         assert compiled["loss"] == pytest.approx(eager["loss"], rel=1e-4)
         torch.testing.assert_close(compiled["weights"], eager["weights"], rtol=1e-4, atol=1e-5)
-
-
-def test_each_graph_is_compiled_once_per_node(runs: list[list[dict[str, Any]]]) -> None:
-    one, other = runs[0]
-    assert one["graphs"] == other["graphs"] > 0
-    assert one["compiled"] == other["found"]
-    assert one["found"] == other["compiled"]
-    assert one["compiled"] + other["compiled"] == 2 * one["graphs"]  # forward and backward
-    assert [rank["compiled"] for rank in runs[1]] == [0, 0]
 
 
 def test_a_compiled_run_resumes_bit_by_bit_in_new_processes(

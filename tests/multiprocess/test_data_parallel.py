@@ -5,8 +5,6 @@ All phases run once; the tests read the results.
 
 from __future__ import annotations
 
-from functools import partial
-from operator import eq
 from pathlib import Path
 from typing import Any
 
@@ -173,11 +171,9 @@ def train_from_shards(folder: Path, rank: int, world_size: int) -> dict[str, Any
         if first:
             learner.load(states[-1])
         micro_batches = MicroBatches.all(WORKERS)
-        rates = (0.1,) * (4 - first)
-        totals = learner.train(
-            1, Steps(first, rates), micro_batches, on_step=partial(eq, stop - first)
-        )
-        samples.append(totals.samples)
+        learner.begin(1, Steps(first, (0.1,) * (4 - first)), micro_batches)
+        learner.advance(stop - first)
+        samples.append(learner.take_totals().samples)
         states.append(learner.state(copy=True))
         learner.close()
     return {

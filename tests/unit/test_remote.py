@@ -19,8 +19,6 @@ import pytest
 from raytrain_opt import remote, storage
 from raytrain_opt.errors import JobError, StorageError, TakenOverError
 from raytrain_opt.paths import RunPaths, check_run
-from raytrain_opt.recording.reader import read_lines
-from raytrain_opt.recording.records import Event
 from raytrain_opt.storage import append_lines, open_store, remove_tree, write_json, write_text
 from tests.support.s3_server import Fault, Request, S3Server, cut, delay, refuse
 
@@ -89,37 +87,6 @@ def test_deleted_files_are_removed_and_nothing_is_copied_twice(
     assert puts(s3) == []
 
 
-def test_of_a_record_only_what_is_new_is_copied(
-    run: RunPaths, s3: S3Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """1,000 epochs would otherwise send a record 1,000 times."""
-    for module in (storage, remote):
-        monkeypatch.setattr(module, "RECORD_PART", 1000)
-    lines = [
-        Event(
-            kind="storage", epoch=epoch, text="x" * 50, time_s=0.0, utc="2026-11-23T00:00:00Z"
-        ).model_dump_json()
-        for epoch in range(1, 101)
-    ]
-    for line in lines:
-        append_lines(run.events, [line])
-        run.publish()
-    sent = sum(r.size for r in s3.requests if r.method == "PUT")
-    assert sent < 100 * 1000 + 2 * run.events.stat().st_size
-    write_index(run)
-    run.publish()
-    assert len(read_lines(run.shown, "events.jsonl", Event)) == 100
-    resumed = RunPaths.existing(run.shown)
-    assert resumed.events.read_bytes() == run.events.read_bytes()
-    # A resume cuts records.
-    write_text(resumed.events, "\n".join(lines[:20]) + "\n")
-    resumed.publish()
-    assert storage.read(run.shown, "events.jsonl") == resumed.events.read_bytes()
-    parts = {name for name in names(run.shown) if name.startswith("events")}
-    assert len(parts) == -(-resumed.events.stat().st_size // 1000)
-    resumed.release()
-
-
 def test_large_files_are_uploaded_in_parts(
     run: RunPaths, s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,14 +120,12 @@ FAULTS: dict[str, list[Fault]] = {
 
 @pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS)
 def test_requests_are_repeated(run: RunPaths, s3: S3Server, faults: list[Fault]) -> None:
-    run.claim()
     write_index(run, 1)
     s3.applies_to = lambda request: "index.json" in request.path
     s3.faults.extend(faults)
     run.publish()
     s3.faults.extend(faults)
     assert index_of(run) == [1]
-    run.release()
 
 
 @pytest.fixture
@@ -200,7 +165,6 @@ def test_what_timed_out_is_copied_by_the_next_attempt(run: RunPaths, s3: S3Serve
 
 def test_a_put_whose_answer_is_lost_is_no_conflict(run: RunPaths, s3: S3Server) -> None:
     """The repeated request finds the object that the first one has made."""
-    run.claim()
     write_index(run, 1)
     run.publish()
 
@@ -216,25 +180,6 @@ def test_a_put_whose_answer_is_lost_is_no_conflict(run: RunPaths, s3: S3Server) 
     write_index(run, 1, 2, 3)
     run.publish()
     assert index_of(run) == [1, 2, 3]
-    run.release()
-
-
-@pytest.mark.parametrize("answer", ["cut", "500"])
-def test_a_lease_whose_answer_is_lost_is_our_own(run: RunPaths, s3: S3Server, answer: str) -> None:
-    def lose_answer(request: Request) -> tuple[str, bytes] | None:
-        s3.pass_on(request)
-        if answer == "cut":
-            request.cut()
-            return None
-        request.size = 0
-        return "500 Lost", b""
-
-    s3.applies_to = lambda request: request.method == "PUT" and "lease" in request.path
-    s3.faults.append(lose_answer)
-    run.claim()
-    with pytest.raises(JobError, match="another process is writing"):
-        RunPaths(run.local, run.shown).claim()
-    run.release()
 
 
 def test_what_a_storage_does_not_store_is_missed(run: RunPaths, s3: S3Server) -> None:
@@ -333,7 +278,6 @@ def test_a_run_is_fetched_to_be_resumed(run: RunPaths) -> None:
     assert (resumed.run_id, resumed.shown) == (run.run_id, run.shown)
     assert resumed.local != run.local
     assert (resumed.checkpoints / "index.json").is_file()
-    resumed.release()
     with pytest.raises(JobError, match="--resume: holds no checkpoint"):
         RunPaths.existing(storage.join(run.shown, "nowhere"))
 
@@ -376,18 +320,17 @@ def test_only_what_the_index_names_is_fetched(run: RunPaths, s3: S3Server) -> No
     others = {"ray/state", "checkpoints/epoch-0002-round-01/notes", "checkpoints/core", ".a"}
     for name in {*wanted, orphan, *others}:
         storage.write(run.shown, name, name.encode())
-    index = json.dumps([{"folder": "epoch-0002-round-01"}]).encode()
+    index = json.dumps({"checkpoints": [{"folder": "epoch-0002-round-01"}]}).encode()
     storage.write(run.shown, "checkpoints/index.json", index)
     resumed = RunPaths.existing(run.shown)
     files = {str(p.relative_to(resumed.local)) for p in resumed.local.rglob("*") if p.is_file()}
     assert files - {".owner"} == {*wanted, "checkpoints/index.json"}
     s3.requests.clear()
     resumed.publish()
-    assert puts(s3) == []
+    assert [name.rsplit("/", 1)[1] for name in puts(s3)] == ["index.json"]  # its writer
     left = names(run.shown)
     assert orphan not in left
     assert {*wanted, *others} <= left
-    resumed.release()
 
 
 def test_a_run_that_cannot_be_fetched_leaves_nothing(
@@ -403,90 +346,79 @@ def test_a_run_that_cannot_be_fetched_leaves_nothing(
         RunPaths.existing(run.shown)
     assert list(tmp_path.iterdir()) == []
     s3.reset()
-    RunPaths.existing(run.shown).release()
+    RunPaths.existing(run.shown)
 
 
 # One process at a time.
 
 
 def begin(run: RunPaths) -> None:
-    run.claim()
     write_index(run, 1)
     append_lines(run.epochs, ["1"])
     run.publish()
 
 
-def expire_leases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "LEASE_S", 0.0)
-
-
-def test_a_live_run_is_not_taken_over(run: RunPaths) -> None:
+def test_a_process_whose_run_was_resumed_cannot_write(run: RunPaths) -> None:
     begin(run)
-    with pytest.raises(JobError, match=rf"another process is writing.*process {os.getpid()} on"):
-        RunPaths.existing(run.shown)
     RunPaths.existing(run.shown, write=False)  # to evaluate it
-    write_index(run, 1, 2)
-    run.publish()
-    run.release()
-    RunPaths.existing(run.shown).release()
-
-
-def test_a_lease_is_renewed(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "LEASE_S", 3.0)
-    monkeypatch.setattr(remote, "_RENEWAL_S", 0.2)
-    begin(run)
-    name = "lease/000001"
-    first = obstore.head(open_store(run.shown), name)["last_modified"]
-    while obstore.head(open_store(run.shown), name)["last_modified"] == first:
-        pass  # until the renewal; S3 counts seconds
-    with pytest.raises(JobError, match="another process is writing"):
-        RunPaths.existing(run.shown)
-    run.release()
-
-
-def test_of_two_that_resume_a_dead_run_one_gets_it(
-    run: RunPaths, monkeypatch: pytest.MonkeyPatch, s3: S3Server
-) -> None:
-    begin(run)
-    expire_leases(monkeypatch)
-    others: list[RunPaths] = []
-
-    def resume(_: Request) -> None:
-        s3.applies_to = lambda _: False
-        others.append(RunPaths.existing(run.shown))
-
-    s3.applies_to = lambda request: request.method == "PUT" and "lease/000002" in request.path
-    s3.faults.append(resume)
-    with pytest.raises(JobError, match="another process is writing"):
-        RunPaths.existing(run.shown)
-    assert len(others) == 1
-
-
-def test_a_driver_that_comes_back_cannot_write(
-    run: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begin(run)
-    expire_leases(monkeypatch)
     second = RunPaths.existing(run.shown)
-    write_index(second, 1, 2)
-    second.publish()
+    append_lines(run.epochs, ["2"])
+    run.publish()  # a resume that is refused has changed nothing
+    third = RunPaths.existing(run.shown)
+    third.publish()
     write_index(run)
-    with pytest.raises(TakenOverError, match=rf"resumed by another process.*{os.getpid()}"):
-        run.publish()
+    for late in (run, second):
+        with pytest.raises(TakenOverError, match=rf"another process writes.*{os.getpid()} on"):
+            late.publish()
+    assert index_of(run) == [1]
+    write_index(third, 1, 2)
+    third.publish()
     assert index_of(run) == [1, 2]
-    write_index(second, 1, 2, 3)
-    second.publish()
-    second.release()
+
+
+def test_of_two_that_resume_a_run_at_once_one_gets_it(run: RunPaths, s3: S3Server) -> None:
+    begin(run)
+    first, second = RunPaths.existing(run.shown), RunPaths.existing(run.shown)
+
+    def write_before(_: Request) -> None:
+        s3.applies_to = lambda _: False
+        second.publish()
+
+    s3.applies_to = lambda request: request.method == "PUT"
+    s3.faults.append(write_before)
+    with pytest.raises(TakenOverError):
+        first.publish()
+
+
+@pytest.mark.parametrize("status", ["cut", "500 Lost"])
+def test_a_takeover_whose_answer_is_lost_is_our_own(
+    run: RunPaths, s3: S3Server, status: str
+) -> None:
+    begin(run)
+    resumed = RunPaths.existing(run.shown)
+
+    def lose_answer(request: Request) -> tuple[str, bytes] | None:
+        s3.pass_on(request)
+        if status == "cut":
+            request.cut()
+            return None
+        request.size = 0
+        return status, b""
+
+    s3.applies_to = lambda request: request.method == "PUT" and "index.json" in request.path
+    s3.faults.append(lose_answer)
+    write_text(resumed.job, "job")
+    resumed.publish()
+    assert storage.read(run.shown, "job.yaml") == b"job"
 
 
 @pytest.mark.parametrize("name", ["epochs.jsonl", "checkpoints/index.json"])
 @pytest.mark.parametrize("when", ["before", "after"], ids="{} its first copy".format)
 def test_a_put_in_progress_when_the_run_is_taken_over_changes_nothing(
-    run: RunPaths, s3: S3Server, monkeypatch: pytest.MonkeyPatch, name: str, when: str
+    run: RunPaths, s3: S3Server, name: str, when: str
 ) -> None:
-    """The former holder has found itself the holder, then sleeps until another one writes."""
+    """The former writer has found itself the writer, then sleeps until another one writes."""
     begin(run)
-    expire_leases(monkeypatch)
     append_lines(run.epochs, ["late"])
     write_index(run, "late")
     run.publish()
@@ -495,6 +427,7 @@ def test_a_put_in_progress_when_the_run_is_taken_over_changes_nothing(
     def take_over(_: Request) -> None:
         s3.applies_to = lambda _: False
         other = RunPaths.existing(run.shown)
+        other.publish()
         others.append(other)
         write_index(other, 1, 2)
         append_lines(other.epochs, ["2"])
@@ -511,4 +444,3 @@ def test_a_put_in_progress_when_the_run_is_taken_over_changes_nothing(
     other.publish()
     assert index_of(run) == [1, 2]
     assert storage.read(run.shown, "epochs.jsonl") == other.epochs.read_bytes()
-    other.release()

@@ -12,9 +12,9 @@ the model below) and computes for each size the fraction of the best samples/s t
 - Otherwise its *competitor* is the size that most often beats it by more than that. Measure
   the size, new or again, that reveals most about the difference between the two.
 
-Where an earlier run of the job measured the noise scale, all this holds for goodput: samples/s
-times the progress per sample, which falls with the global batch size: 1 / (1 + global batch size /
-noise scale), see `search.noise_scale`.
+Where an earlier run of the job measured the gradient noise scale, all this holds for samples/s
+times the progress per sample, which falls with the global batch size: 1 / (1 + global batch size
+/ noise scale), see `search.noise_scale`.
 
 Sizes grow at most by a factor of 4. After a size that did not fit, the interval up to it is
 bisected (in the logarithm), while sizes in it may be faster by more than the tolerance.
@@ -227,10 +227,9 @@ class ThroughputKnee:
 
     def _posterior(self, measured: Sequence[Probe], largest: int) -> _Posterior:
         posterior = _Posterior.from_measurements(measured, largest)
-        known = self.bounds.noise_scale
-        if known is None or self.section.objective == "samples_per_s":
+        if self.bounds.noise_scale is None:
             return posterior
-        return posterior.of_goodput(known, self.bounds.workers)
+        return posterior.of_goodput(self.bounds.noise_scale, self.bounds.workers)
 
     def _decide(
         self, posterior: _Posterior, too_large: int | None

@@ -135,7 +135,7 @@ def test_hung_workers_are_named_with_their_logs_the_one_furthest_behind_first(
     )
     words = (
         r"no progress of main_train for \d+ s .*timeouts\.no_progress_s: 8\).*"
-        + f"{resident.format(1, 0)}.*{resident.format(0, 1)}"
+        + f"{resident.format(1, 0)}.*{resident.format(0, 7)}"
     )
     faults = [hanging(1, step=0)]
     with (

@@ -180,3 +180,22 @@ def test_micro_batches_are_as_fine_as_the_speed_allows(
         splits.append(granularity.split)
         granularity.measured(samples_per_s, share)
     assert splits == chosen
+
+
+@pytest.mark.parametrize(("claimed", "end"), [(0, 3), (1, 3), (3, 3), (4, 6), (9, 9)])
+def test_a_phase_that_ends_early_ends_with_the_step_that_has_begun(claimed: int, end: int) -> None:
+    """Also where a worker leaves afterwards: others compute what it had claimed."""
+    scheduler = SspScheduler(phase(3, 3, None))
+    for _ in range(claimed):
+        scheduler.claim(0)
+    scheduler.end_early()
+    scheduler.leave(0)
+    scheduler.end_early()
+    numbers = []
+    while (number := scheduler.claim(1)) is not None:
+        assert not scheduler.finished
+        scheduler.begin(number, scheduler.version)
+        scheduler.done(1, done(number))
+        numbers.append(number)
+    assert scheduler.finished
+    assert sorted(numbers) == [*range(end)]

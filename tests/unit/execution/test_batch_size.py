@@ -209,8 +209,6 @@ def test_a_noise_scale_is_taken_from_the_newest_finished_run_of_the_job(tmp_path
     assert f"the noise scale of {damaged} is not used" in text
     run(4, 20.0, searched)
     assert known() == pytest.approx(20)
-    searched = job({"objective": "samples_per_s"}, storage_path=str(tmp_path))
-    assert known() is None
 
 
 def test_a_slot_that_probes_has_the_resources_and_threads_of_a_worker(tmp_path: Path) -> None:

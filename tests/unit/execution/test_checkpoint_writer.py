@@ -109,14 +109,12 @@ def test_storage_that_does_not_answer_ends_the_run(open_writer: OpenWriter, s3: 
 
 def test_a_run_that_was_taken_over_ends_at_once(open_writer: OpenWriter, paths: RunPaths) -> None:
     writer = open_writer()
-    paths.claim()
-    paths.release()
-    other = RunPaths(paths.local, paths.remote)
-    other.claim()
     writer.save(state(), RunProgress(next_epoch=2))
+    writer.wait()
+    RunPaths.existing(paths.shown).publish()
+    writer.save(state(), RunProgress(next_epoch=3))
     with pytest.raises(TakenOverError):
         writer.wait()
-    other.release()
 
 
 def test_an_interrupted_run_repeats_no_copy(

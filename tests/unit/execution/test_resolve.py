@@ -143,12 +143,12 @@ def test_the_network_decides_the_order_of_optimizers_and_whether_channels_are_no
     values = {"model": model, "data": "digits", "epochs": 2, "global_batch_size": 8}
     resolved = resolve_here(parse_job(values))
     assert isinstance(resolved.policy, HorizonStpt)
-    assert resolved.policy.channel_norm is normalizes
+    assert resolved.policy.facts.channel_norm is normalizes
     assert resolved.policy.optimizers == resolved.learner.optimizers
     names = [section.name for section in resolved.learner.optimizers]
     others = ["SGD", "ScheduleFreeSGD"]
     assert names == (["Muon", *others, "AdamW"] if normalizes else ["AdamW", "Muon", *others])
-    assert resolved.policy.step_flops < 1e8  # so the search may take one training
+    assert resolved.policy.facts.step_flops < 1e8  # so the search may take one training
 
 
 class TokensWithNorm(nn.Module):

@@ -27,13 +27,13 @@ from raytrain_opt.execution.progress import RunProgress
 from raytrain_opt.execution.signals import Terminated
 from raytrain_opt.execution.training_run import TrainingRun
 from raytrain_opt.paths import RunPaths
-from raytrain_opt.pools import in_process
+from raytrain_opt.pools import in_process, protocol
 from raytrain_opt.pools.commands import Command, MainTrain, Pretrain, Progress
 from raytrain_opt.pools.in_process import InProcessPool, in_process_pools
 from raytrain_opt.pools.protocol import Pools, SynchronousTraining, TrainingOutcome
 from raytrain_opt.pools.worker import Slot, Worker
 from raytrain_opt.recording.records import StalenessRecord
-from raytrain_opt.search.fixed_schedule import PlateauSchedule
+from raytrain_opt.search.fixed_schedule import FixedSchedule
 from raytrain_opt.search.policy import History, TrainEpoch
 from raytrain_opt.terminal import Terminal
 from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
@@ -273,10 +273,10 @@ def signal_in_step(run: TrainingRun, number: int) -> None:
     show = workers.on_wait
     assert show is not None
 
-    def on_wait(pool: str, progress: Progress | None) -> object:
+    def on_wait(pool: str, progress: Progress | None) -> None:
         if (stop._limit_s is None) == (number == IN_EVALUATION) and next(calls) == max(number, 1):
             stop.make(Terminated())
-        return show(pool, progress)
+        show(pool, progress)
 
     workers.on_wait = on_wait
 
@@ -286,6 +286,7 @@ def test_a_run_that_is_stopped_by_signals_within_epochs_ends_as_one_that_was_not
 ) -> None:
     """Each process trains a few steps more and saves its step; the second one is evaluating."""
     monkeypatch.setattr(in_process, "_REPORT_EVERY_S", 0.0)
+    monkeypatch.setattr(protocol, "_SEGMENT_S", 0.0)  # a step is a segment
     finished, steps = False, []
     for number in [13, IN_EVALUATION, *[13] * 200]:
         if finished := execute(uninterrupted.job, tmp_path, never, stop_in=number).finished:
@@ -318,9 +319,9 @@ def test_a_run_that_is_stopped_in_an_evaluation_keeps_the_staleness_of_its_epoch
     train_steps = SynchronousTraining.train
 
     def train_asynchronously(
-        training: SynchronousTraining, command: MainTrain, *, check: bool
+        training: SynchronousTraining, command: MainTrain, **options: Any
     ) -> TrainingOutcome:
-        outcome = train_steps(training, command, check=check)
+        outcome = train_steps(training, command, **options)
         staleness = StalenessRecord(counts=(outcome.totals.steps,), mean=0.0, max=0)
         return replace(outcome, staleness=staleness)
 
@@ -339,9 +340,9 @@ def test_samples_that_could_not_be_read_were_not_trained(
     train_steps = SynchronousTraining.train
 
     def skip_one(
-        training: SynchronousTraining, command: MainTrain, *, check: bool
+        training: SynchronousTraining, command: MainTrain, **options: Any
     ) -> TrainingOutcome:
-        outcome = train_steps(training, command, check=check)
+        outcome = train_steps(training, command, **options)
         totals = replace(outcome.totals, samples=outcome.totals.samples - 1, skipped=1)
         return replace(outcome, totals=totals)
 
@@ -627,13 +628,13 @@ def test_a_plateau_follows_the_accuracy_on_the_validation_split(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     followed: list[tuple[float, ...]] = []
-    decide = PlateauSchedule.next
+    decide = FixedSchedule.next
 
-    def spy(policy: PlateauSchedule, epoch: int, history: History) -> TrainEpoch:
+    def spy(policy: FixedSchedule, epoch: int, history: History) -> TrainEpoch:
         followed.append(history.epoch_losses)
         return decide(policy, epoch, history)
 
-    monkeypatch.setattr(PlateauSchedule, "next", spy)
+    monkeypatch.setattr(FixedSchedule, "next", spy)
     job = tiny_job(tmp_path, **JOBS["plateau"])
     execute(job, tmp_path)
     size = resolve_here(job).info.validation_size

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from raytrain_opt.config.learning_rate import SchedulePolicy
-from raytrain_opt.config.learning_rate import Warmup as WarmupSection
 from raytrain_opt.errors import JobError
 from raytrain_opt.optim.schedules import (
     ArcCotangent,
@@ -21,7 +20,6 @@ from raytrain_opt.optim.schedules import (
     Schedule,
     Warmup,
     build_schedule,
-    warmup_lrs,
 )
 
 
@@ -140,7 +138,7 @@ def policy(shape: str, warmup_epochs: int = 0, kind: str = "linear") -> Schedule
 @pytest.mark.parametrize("warmup_epochs", [0, 2])
 @pytest.mark.parametrize("shape", ["linear", "polynomial", "cosine"])
 def test_decay_covers_the_steps_after_the_warmup(shape: str, warmup_epochs: int) -> None:
-    schedule = build_schedule(policy(shape, warmup_epochs), epochs=6, steps_per_epoch=5)
+    schedule = build_schedule(policy(shape, warmup_epochs), steps=30, steps_per_epoch=5)
     start, end = warmup_epochs * 5, 6 * 5
     lrs = rates(schedule, end + 2)
     assert lrs[start] == pytest.approx(0.2)
@@ -152,7 +150,7 @@ def test_decay_covers_the_steps_after_the_warmup(shape: str, warmup_epochs: int)
 
 @pytest.mark.parametrize("warmup_epochs", [0, 1])
 def test_drops_count_epochs_from_the_start_of_training(warmup_epochs: int) -> None:
-    schedule = build_schedule(policy("multistep", warmup_epochs), epochs=6, steps_per_epoch=5)
+    schedule = build_schedule(policy("multistep", warmup_epochs), steps=30, steps_per_epoch=5)
     expected = [0.2] * 10 + [0.02] * 10 + [0.002] * 10
     first = warmup_epochs * 5
     assert rates(schedule, 30)[first:] == pytest.approx(expected[first:])
@@ -166,7 +164,7 @@ def test_arc_cotangent_is_half_at_its_epoch_from_the_start_of_training(
     warmup_epochs: int, half_epoch: float | None, half: float
 ) -> None:
     section = policy("arc_cotangent", warmup_epochs).model_copy(update={"half_epoch": half_epoch})
-    schedule = build_schedule(section, epochs=6, steps_per_epoch=5)
+    schedule = build_schedule(section, steps=30, steps_per_epoch=5)
     assert schedule.lr(half) == pytest.approx(0.1)
     # k = 1.5 an epoch: two thirds of an epoch away f is 1, and arccot 1 is pi / 4.
     distance = 5 / 1.5
@@ -176,24 +174,13 @@ def test_arc_cotangent_is_half_at_its_epoch_from_the_start_of_training(
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape_follows_either_warmup(shape: str) -> None:
-    without_warmup = build_schedule(policy(shape), epochs=6, steps_per_epoch=5)
+    without_warmup = build_schedule(policy(shape), steps=30, steps_per_epoch=5)
     for kind, start in (("linear", [0.02, 0.038, 0.056]), ("constant", [0.02] * 3)):
-        lrs = rates(build_schedule(policy(shape, 2, kind), epochs=6, steps_per_epoch=5), 30)
+        lrs = rates(build_schedule(policy(shape, 2, kind), steps=30, steps_per_epoch=5), 30)
         assert lrs[:3] == pytest.approx(start)
         assert lrs[9] == pytest.approx(0.182 if kind == "linear" else 0.02)
         if shape in ("multistep", "arc_cotangent"):
             assert lrs[10:] == rates(without_warmup, 30)[10:]
-
-
-@pytest.mark.parametrize(
-    ("kind", "table"),
-    [("linear", [0.02, 0.065, 0.11, 0.155]), ("constant", [0.02, 0.02, 0.02, 0.02])],
-)
-def test_warmup_alone_and_before_a_schedule(kind: Any, table: list[float]) -> None:
-    section = WarmupSection(epochs=2, lr=0.02, shape=kind)
-    assert warmup_lrs(section, 0.2, steps_per_epoch=2) == pytest.approx(table)
-    schedule = build_schedule(policy("cosine", 2, kind), epochs=6, steps_per_epoch=2)
-    assert rates(schedule, 5) == pytest.approx([*table, 0.2])
 
 
 def test_a_warmup_in_updates_is_one_of_epochs_where_both_are_equally_long() -> None:
@@ -202,21 +189,20 @@ def test_a_warmup_in_updates_is_one_of_epochs_where_both_are_equally_long() -> N
         for name, length in (("epochs", 2), ("steps", 20), ("steps", 15))
     ]
     epochs, steps, shorter = (
-        build_schedule(policy, epochs=5, steps_per_epoch=10) for policy in policies
+        build_schedule(policy, steps=50, steps_per_epoch=10) for policy in policies
     )
     assert [epochs.lr(step) for step in range(50)] == [steps.lr(step) for step in range(50)]
     assert shorter.lr(15) == 0.1 > epochs.lr(15)
-    with pytest.raises(JobError, match="warmup.steps: is more than the 10 updates"):
-        build_schedule(policies[2], epochs=1, steps_per_epoch=10)
+    with pytest.raises(JobError, match="warmup.steps: is longer than .* 10 updates"):
+        build_schedule(policies[2], steps=10, steps_per_epoch=10)
 
 
 def test_a_training_that_is_only_warmup_ends_at_final() -> None:
-    schedule = build_schedule(policy("cosine", 6), epochs=6, steps_per_epoch=2)
+    schedule = build_schedule(policy("cosine", 6), steps=12, steps_per_epoch=2)
     assert schedule.lr(11) == pytest.approx(0.185)
     assert schedule.lr(12) == 0.01
 
 
 def test_a_warmup_starts_at_a_twentieth_of_the_rate_by_default() -> None:
-    assert warmup_lrs(WarmupSection(epochs=1), 0.1, 2) == pytest.approx((0.005, 0.0525))
-    assert warmup_lrs(WarmupSection(epochs=1), 0.001, 1) == pytest.approx((0.00005,))
-    assert warmup_lrs(WarmupSection(epochs=1, lr=0.02), 0.1, 1) == pytest.approx((0.02,))
+    section = SchedulePolicy.model_validate({"policy": "schedule", "warmup": {"epochs": 1}})
+    assert build_schedule(section, steps=6, steps_per_epoch=2).lr(0) == pytest.approx(0.005)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
@@ -61,12 +62,26 @@ class FakeLearner:
         return state
 
     def train(self, epoch: int, steps: Steps, *_: Any, **__: Any) -> TrainTotals:
-        self.lr = steps.lrs[0]
+        self.begin(epoch, steps)
+        self.advance(len(steps.lrs), lambda _: None)
+        return self.end()
+
+    def begin(self, epoch: int, steps: Steps, *_: Any, **__: Any) -> None:
+        self.steps, self.done = steps, 0
+        self.trained += 1
+
+    def advance(self, until: int, on_step: Callable[[int], object]) -> None:
+        on_step(self.done)
+        self.lr, self.done = self.steps.lrs[0], until
         if self.lr < 0:
             raise ValueError("a planted failure")
         self.cached_mib += 100
-        self.trained += 1
-        return TrainTotals(len(steps.lrs), BATCH, (self.lr * BATCH,), 0, 1.0, 0.1)
+
+    def take_totals(self) -> TrainTotals:
+        done, self.done, self.steps = self.done, 0, self.steps.after(self.done)
+        return TrainTotals(done, BATCH, (self.lr * BATCH,), 0, 1.0, 0.1)
+
+    end = take_totals
 
     def evaluate(self, *_: Any, **__: Any) -> EvalTotals:
         self.cached_mib += 10
@@ -144,6 +159,37 @@ def test_the_main_training_keeps_no_state_of_a_candidate() -> None:
     assert len(learner.states) == 1
     worker.handle(MainTrain(states.put("other", FakeState(1.0)), 1, Steps(2, (0.1,))), ignore)  # type: ignore[arg-type]
     assert len(learner.states) == 0
+
+
+def test_segments_are_one_phase_until_another_command_comes() -> None:
+    worker, learner, states = make("worker")
+    start = states.put("start", FakeState(1.0))  # type: ignore[arg-type]
+    steps, begun = Steps(2, (0.1,) * 6), []
+
+    def handle(command: MainTrain | Evaluate) -> Any:
+        reply = worker.handle(command, ignore)
+        begun.append(learner.trained)
+        return reply
+
+    assert handle(MainTrain(start, 1, steps, 1, sends=False)) is None
+    assert learner.cached_mib == 100  # of the next segment
+    assert handle(MainTrain(start, 1, steps, 2, sends=False)) is None
+    sent = handle(MainTrain(start, 1, steps, 3))
+    assert (sent.state.id, sent.totals.steps) == ("1.5", 3)
+    rest = steps.after(3)
+    assert handle(MainTrain(sent.state, 1, rest, 1, sends=False)) is None
+    assert begun == [1, 1, 1, 1]
+    handle(Evaluate(sent.state))
+    assert handle(MainTrain(sent.state, 1, rest, 2, sends=False)) is None  # from the state again
+    ended = handle(MainTrain(sent.state, 1, rest))
+    assert (ended.state.id, ended.totals.steps) == ("1.8", 3)
+    assert handle(MainTrain(sent.state, 1, rest, 1, sends=False)) is None
+    worker.forget_state()
+    assert handle(MainTrain(sent.state, 1, rest, 1, sends=False)) is None
+    with pytest.raises(ValueError, match="a planted failure"):
+        handle(MainTrain(ended.state, 2, Steps(0, (-1.0,)), 1, sends=False))
+    assert learner.cached_mib == 0
+    assert begun == [1, 1, 1, 1, 1, 2, 2, 3, 4]
 
 
 def test_a_slot_that_was_given_up_trains_nothing() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-import random
 import subprocess
 import sys
 import threading
@@ -25,25 +24,20 @@ from raytrain_opt.pools.commands import (
     Command,
     Evaluate,
     Failure,
-    Instruction,
-    MainTrain,
     OnStep,
     Progress,
     Regroup,
     Reply,
     Report,
     Resident,
-    Sender,
     SendInitialState,
     StateLost,
     StateRef,
 )
 from raytrain_opt.pools.resident import CommandLoop
-from raytrain_opt.results import Steps
 
 ROOT = Path(__file__).parents[3]
 EVALUATE = Evaluate(StateRef("1", None))
-MAIN_TRAIN = MainTrain(StateRef("1", None), 1, Steps(0, (0.1,)))
 
 
 @dataclass
@@ -68,16 +62,11 @@ class FakeMailbox:
         assert {reply.number for reply in replies} == {self.number}
         return self._next()
 
-    def hand_over(self, sender: Sender, number: int, make_part: Callable[[], object]) -> None:
-        assert number == self.number
-        if part := make_part():
-            self.replies.append(part)
-
-    def send(self, messages: list[Reply | Report]) -> Instruction:
+    def send(self, messages: list[Reply | Report]) -> bool:
         self.reports += [message.progress for message in messages if isinstance(message, Report)]
         self._take([message for message in messages if isinstance(message, Reply)])
         self.on_send()
-        return Instruction()
+        return False
 
     def _take(self, replies: list[Reply]) -> None:
         self.replies += [pickle.loads(reply.value) for reply in replies]
@@ -90,21 +79,21 @@ class FakeMailbox:
 class Closed(FakeMailbox):
     """A mailbox whose pool is closed while a command is executed."""
 
-    def send(self, messages: list[Any]) -> Instruction:
-        return Instruction(closed=True)
+    def send(self, messages: list[Any]) -> bool:
+        return True
 
 
 class Dead(FakeMailbox):
     """A mailbox whose process dies while a command is executed."""
 
-    def send(self, messages: list[Any]) -> Instruction:
+    def send(self, messages: list[Any]) -> bool:
         raise ray.exceptions.ActorDiedError
 
 
 class Unavailable(FakeMailbox):
     """A mailbox that cannot be reached for a while, and not even Ray's retries help."""
 
-    def send(self, messages: list[Any]) -> Instruction:
+    def send(self, messages: list[Any]) -> bool:
         super().send(messages)
         raise ray.exceptions.ActorUnavailableError("cut", None)
 
@@ -376,44 +365,3 @@ def test_a_rank_for_which_the_others_wait_in_vain_says_what_it_raised() -> None:
     live(group, make_echo, [mailbox, others], no_progress_s=0.1)
     assert "planted" in str(others.replies[0].error)
     assert mailbox.replies == ["evaluate"] * 2
-
-
-class Stopping(FakeMailbox):
-    """A mailbox whose driver wants the command to end early, or closes the pool."""
-
-    closes = False
-
-    def send(self, messages: list[Any]) -> Instruction:
-        super().send(messages)
-        return Instruction(closed=self.closes, stopping=self.number)
-
-
-@pytest.mark.parametrize("closes", [False, True])
-@pytest.mark.parametrize("step_s", [0.0, 0.002, 0.1])
-def test_ranks_that_are_to_stop_early_stop_before_the_same_step(
-    step_s: float, closes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each step ends when all have done it, as with an all-reduce: another one would hang."""
-    monkeypatch.setattr("raytrain_opt.pools.resident._LOOK_INTERVAL_S", 0.05)
-    total, group = 10**6, ThreadGroup(4)
-    mailbox, others = Stopping(deque([MAIN_TRAIN])), FakeMailbox(deque())
-    mailbox.closes = closes
-    last: list[int] = []
-
-    class Trainer(Echo):
-        def handle(self, command: Command, on_step: OnStep) -> Any:
-            for done in range(total):
-                if on_step(done, total):
-                    last.append(done)
-                    return done
-                time.sleep(random.random() * step_s)
-                group.all_reduce.wait()
-            return total
-
-    live(group, lambda _: Trainer(), [mailbox, *[others] * 3])
-    if closes:
-        assert (last, mailbox.replies) == ([], [])
-    else:
-        assert len(last) == 4
-        assert len(set(last)) == 1
-        assert mailbox.replies == last

@@ -252,19 +252,6 @@ def test_scalars_are_readable_while_the_run_continues(recorder: Recorder, paths:
     assert scalars["epoch/train_loss"] == (20, 0.5)
 
 
-def test_a_long_run_begins_new_files(
-    recorder: Recorder, paths: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Under a URI the file that grows is copied after every epoch."""
-    monkeypatch.setattr("raytrain_opt.recording.recorder._FILE_POINTS", 40)
-    for number in range(1, 31):
-        recorder.epoch(epoch(number), number)
-        assert read_scalars(paths.tensorboard)["epoch/train_loss"] == (number, 0.5)
-    files = list(paths.tensorboard.iterdir())
-    assert len(files) == 1 + 30 * 6 // 42
-    assert max(file.stat().st_size for file in files) < 5000
-
-
 def test_a_noise_scale_is_a_scalar_when_it_is_finite(recorder: Recorder, paths: RunPaths) -> None:
     recorder.epoch(epoch(1, noise_scale=noise_scale(812.0, 1.0)), 10)
     recorder.epoch(epoch(2, noise_scale=noise_scale(1.0, -1.0)), 20)

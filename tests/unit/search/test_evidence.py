@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from raytrain_opt.search.optimizer_race import guessing_loss, has_learned, is_better
+from raytrain_opt.search.optimizer_race import class_entropy, has_learned, is_better
 from raytrain_opt.search.policy import Candidate, CandidateResult
 
 
@@ -60,4 +60,4 @@ def test_another_optimizer_is_better_by_more_than_the_standard_error(
 def test_a_guess_by_class_loses_the_entropy_of_the_classes(
     counts: tuple[int, ...], smoothing: float, loss: float
 ) -> None:
-    assert guessing_loss(counts, smoothing) == pytest.approx(loss, abs=1e-3)
+    assert class_entropy(counts, smoothing) == pytest.approx(loss, abs=1e-3)

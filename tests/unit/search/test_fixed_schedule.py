@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,16 +14,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from raytrain_opt.config.learning_rate import SchedulePolicy
 from raytrain_opt.errors import JobError
-from raytrain_opt.optim.epoch_steps import EpochSpan, EpochSteps
-from raytrain_opt.optim.schedules import Constant, Linear
+from raytrain_opt.optim.epoch_steps import Epochs, EpochSpan, EpochSteps, Length, Time
 from raytrain_opt.results import Steps
-from raytrain_opt.search.fixed_schedule import (
-    FixedSchedule,
-    PlannedSchedule,
-    PlateauSchedule,
-    RecordedEpoch,
-    RecordedSchedule,
-)
+from raytrain_opt.search.fixed_schedule import FixedSchedule, RecordedEpoch, RecordedSchedule
 from raytrain_opt.search.policy import History, StartAgain, TrainEpoch
 from tests.support.synthetic_runs import write_schedule
 
@@ -35,12 +29,17 @@ RECORDED = (
 )
 
 
+def scheduled(length: Length, steps: EpochSteps, **section: Any) -> FixedSchedule:
+    values = {"policy": "schedule", "shape": "linear", "initial": 1.0, **section}
+    return FixedSchedule(SchedulePolicy.model_validate(values), length, steps)
+
+
 def test_plateaus_are_those_of_torchs_scheduler() -> None:
     losses = tuple(np.random.default_rng(0).normal(size=60))
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=3, threshold=0.0, eps=0.0)
-    policy = PlateauSchedule(FixedSchedule(Constant(1.0), EpochSteps(1)), gamma=0.5, patience=3)
+    policy = scheduled(Epochs(60), EpochSteps(1), shape="plateau", gamma=0.5, patience=3)
     for epoch, loss in enumerate(losses, start=1):
         scheduler.step(loss)
         [lr] = policy.next(epoch + 1, History(epoch_losses=losses[:epoch])).steps.lrs
@@ -113,7 +112,7 @@ def test_a_file_that_is_no_schedule_is_refused_by_name(text: str) -> None:
 
 
 def test_an_epoch_with_fewer_updates_covers_the_same_part_of_the_schedule() -> None:
-    policy = FixedSchedule(Linear(0.8, 0.0, steps=8), EpochSteps(4, ((2, 2),)))
+    policy = scheduled(Epochs(2), EpochSteps(4, ((2, 2),)), initial=0.8)
     assert policy.next(1, EMPTY).steps.lrs == pytest.approx((0.8, 0.7, 0.6, 0.5))
     assert policy.next(2, EMPTY).steps.lrs == pytest.approx((0.4, 0.2))
 
@@ -129,8 +128,7 @@ def test_epochs_of_different_length_are_replayed() -> None:
 
 def test_a_planned_schedule_passes_faster_when_less_time_is_left() -> None:
     """The first epoch takes a quarter of the schedule; the rest then has to fit into one."""
-    section = SchedulePolicy(policy="schedule", shape="linear", initial=0.8)
-    policy = PlannedSchedule(section, EpochSteps(2))
+    policy = scheduled(Time(60.0), EpochSteps(2), initial=0.8)
     first = EpochSpan(1, 4, 0.0, 0.25, 1.0, 2, 8)
     second = EpochSpan(2, 2, 0.25, 1.0, 1.0, 2, 4)
     history = EMPTY.after_plan(first)
@@ -139,8 +137,10 @@ def test_a_planned_schedule_passes_faster_when_less_time_is_left() -> None:
 
 
 def test_a_warm_up_has_to_fit_into_the_training_as_first_planned() -> None:
-    section = SchedulePolicy(policy="schedule", initial=0.8, warmup={"epochs": 4})
     history = EMPTY.after_plan(EpochSpan(1, 4, 0.0, 0.25, 1.0, 2, 7))
-    assert len(PlannedSchedule(section, EpochSteps(1)).next(1, history).steps.lrs) == 2
-    with pytest.raises(JobError, match=r"warmup\.epochs: is more than the 3.5 epochs"):
-        PlannedSchedule(section, EpochSteps(2)).next(1, history)
+    fits, too_long = (
+        scheduled(Time(60.0), EpochSteps(steps), warmup={"epochs": 4}) for steps in (1, 2)
+    )
+    assert len(fits.next(1, history).steps.lrs) == 2
+    with pytest.raises(JobError, match=r"warmup\.epochs: is longer than .* 7 updates"):
+        too_long.next(1, history)

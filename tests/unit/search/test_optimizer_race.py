@@ -20,7 +20,7 @@ from raytrain_opt.search.policy import (
     TrainEpoch,
     TryCandidates,
 )
-from raytrain_opt.search.stpt_horizon import HorizonStpt
+from raytrain_opt.search.stpt_horizon import HorizonStpt, TaskFacts
 
 AUTO = OptimizerChoiceSection.model_validate("auto").choices
 MUON, SGD, SCHEDULE_FREE, ADAMW = range(4)
@@ -183,8 +183,23 @@ def test_the_search_stays_within_its_budget_and_finds_the_same_peak(factor: floa
 
 def test_when_all_of_all_optimizers_diverge_the_likely_cause_is_named() -> None:
     losses = {index: Optimizer(0.1, 2.0, limit=0.0) for index in USUAL}
-    with pytest.raises(DivergedError, match="every candidate of every optimizer"):
+    with pytest.raises(DivergedError, match=r"every candidate .*data or a loss"):
         search(policy(), losses)
+
+
+def test_one_whose_longer_schedules_all_diverge_leaves() -> None:
+    """The other one with the next lowest loss takes its place."""
+
+    @dataclass(frozen=True)
+    class Diverging(Optimizer):
+        def result(self, candidate: Candidate, steps: int) -> CandidateResult:
+            limit = 0.0 if steps > 30 else math.inf
+            return replace(Optimizer(1.0, 1.9), limit=limit).result(candidate, steps)
+
+    losses = {**USUAL, SCHEDULE_FREE: Diverging(1.0, 1.9), SGD: Optimizer(0.1, 1.95)}
+    rounds, action, _ = search(policy(max_search_cost=1.0), losses)
+    assert action.steps.optimizer == SGD
+    assert set(raced(rounds, "fine")) == {MUON, SCHEDULE_FREE, SGD}
 
 
 @pytest.mark.parametrize(
@@ -256,9 +271,9 @@ def test_several_optimizers_are_compared_below_the_loss_of_a_guess_by_class(
 ) -> None:
     """Their losses are 3 where they hardly trained, and 2 at best, with an error of 0.03."""
     losses = {index: replace(o, error=0.03) for index, o in USUAL.items()}
-    _, _, history = search(replace(policy(), guessing_loss=guess), losses)
+    _, _, history = search(replace(policy(), facts=TaskFacts(guessing_loss=guess)), losses)
     reason = history.decisions[-1].reason
     assert reason.startswith("not decided: ") is not decided
     assert ("is not below 2.05, that of a guess by class" in reason) is not decided
-    _, _, history = search(replace(policy(AUTO[:1]), guessing_loss=guess), losses)
+    _, _, history = search(replace(policy(AUTO[:1]), facts=TaskFacts(guessing_loss=guess)), losses)
     assert not history.decisions[-1].reason.startswith("not decided: ")

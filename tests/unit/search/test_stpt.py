@@ -169,16 +169,13 @@ def test_only_mix_has_a_warm_up_of_its_own(section: dict[str, Any], epochs: int)
     assert stpt(40, **section).warmup.epochs == epochs
 
 
-@pytest.mark.parametrize(("ramp_epoch", "candidates"), [(4, "mix"), (5, "mix"), (2, "narrow")])
-def test_a_batch_ramp_begins_after_the_warm_up(ramp_epoch: int, candidates: str) -> None:
-    section = StptPolicy(policy="stpt", candidates=candidates)
-    steps = EpochSteps(20, ((ramp_epoch, 10),))
-    if ramp_epoch == 4:
-        with pytest.raises(JobError, match=r"batch_ramp\.steps: .*within the warm-up of 4 epochs"):
-            Stpt(section, 40, steps)
-    else:
-        policy = Stpt(section, 40, steps)
-        assert len(next_round(policy, ramp_epoch).candidates) == 8
+def test_a_batch_ramp_within_the_warm_up_covers_it_in_larger_strides() -> None:
+    warmup = Warmup(epochs=2, lr=0.1)
+    policy = Stpt(
+        StptPolicy(policy="stpt", initial=0.5, warmup=warmup), 40, EpochSteps(4, ((2, 2),))
+    )
+    lrs = [epoch_without_round(policy, epoch).steps.lrs for epoch in (1, 2)]
+    assert lrs == [pytest.approx((0.1, 0.15, 0.2, 0.25)), pytest.approx((0.3, 0.4))]
 
 
 # The winner.

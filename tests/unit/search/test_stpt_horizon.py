@@ -23,7 +23,7 @@ from raytrain_opt.search.policy import (
     TrainEpoch,
     TryCandidates,
 )
-from raytrain_opt.search.stpt_horizon import HorizonStpt
+from raytrain_opt.search.stpt_horizon import HorizonStpt, TaskFacts
 
 BLOCKS = 100
 EMPTY = History()
@@ -269,7 +269,9 @@ def test_the_peak_is_the_mean_log_rate_weighted_by_the_fourth_power_of_gains() -
 
 
 def test_networks_that_do_not_normalize_channels_train_at_half_of_that() -> None:
-    training = trained(replace(horizon(), channel_norm=False), ScriptedLosses(fine=(3, 2, 3)))
+    training = trained(
+        replace(horizon(), facts=TaskFacts(channel_norm=False)), ScriptedLosses(fine=(3, 2, 3))
+    )
     assert training.peak == pytest.approx(0.05)
     assert "0.5 x the weighted mean" in training.histories[0].decisions[-1].reason
 
@@ -291,7 +293,7 @@ def test_the_usual_rate_trains_where_no_candidate_learned(
     policy = replace(
         horizon(**section),
         optimizers=(OptimizerSection.model_validate({"name": optimizer}),),
-        channel_norm=channel_norm,
+        facts=TaskFacts(channel_norm=channel_norm),
     )
     training = trained(policy, ScriptedLosses(fine=(4.3, 3.97, 4.5)))
     assert training.peak == pytest.approx(peak)
@@ -462,10 +464,10 @@ def test_the_budget_is_kept(
 def test_a_small_training_may_spend_more_on_its_search(
     epochs: int, steps: int, step_flops: float, limit: int
 ) -> None:
-    policy = replace(horizon(epochs, steps), step_flops=step_flops)
-    assert policy.race(EMPTY).budget_steps == pytest.approx(limit)
+    policy = replace(horizon(epochs, steps), facts=TaskFacts(step_flops=step_flops))
+    assert policy.budget(EMPTY) == pytest.approx(limit)
     fixed = replace(policy, section=policy.section.model_copy(update={"max_search_cost": 0.1}))
-    assert fixed.race(EMPTY).budget_steps == pytest.approx(0.1 * epochs * steps)
+    assert fixed.budget(EMPTY) == pytest.approx(0.1 * epochs * steps)
 
 
 @pytest.mark.parametrize(

@@ -19,27 +19,19 @@ from raytrain_opt.search.policy import (
     TrainEpoch,
     TryCandidates,
 )
-from raytrain_opt.search.stpt_horizon import HorizonStpt
+from raytrain_opt.search.stpt_horizon import HorizonStpt, TaskFacts
 from raytrain_opt.search.weight_decay import Watch, decay_by_fit
 
 AUTO = OptimizerSection(name="Muon", args={"weight_decay": "auto"})
 
 
-def result(lr: float, loss: float, optimizer: int = 0) -> CandidateResult:
-    candidate = Candidate(0, 1.0, lr, optimizer=optimizer)
+def result(lr: float, loss: float) -> CandidateResult:
+    candidate = Candidate(0, 1.0, lr)
     return CandidateResult(candidate, "ok", 0.5, loss, loss, 8, 1.0, 0.1, 0, 8)
 
 
-def round_of(*results: CandidateResult) -> Decision:
-    return Decision(1, 0.1, (), None, 0.1, "", stage="coarse", tried=results)
-
-
-SEARCHED = History(
-    (
-        round_of(result(0.001, 2.2), result(0.01, 2.0), result(0.1, 1.5), result(1.0, 3.0)),
-        round_of(result(0.001, 9.0, 1)),
-    )
-)
+WINNER = result(0.1, 1.5)
+SEARCHED = History((Decision(1, 0.1, (), WINNER, 0.1, "", untrained_loss=2.0),))
 
 
 @pytest.mark.parametrize(
@@ -49,12 +41,9 @@ SEARCHED = History(
 def test_it_is_the_fit_of_the_last_epoch_in_times_of_the_training(
     losses: tuple[float, ...], fit: float
 ) -> None:
-    """The loss of a network that hardly trained is 2, a decade below this optimizer's best rate.
-
-    A search that began elsewhere has tried other rates, but has tried this one, too.
-    """
+    """The loss of a network that hardly trained is 2."""
     history = replace(SEARCHED, epoch_losses=losses)
-    assert decay_by_fit(history, 0, sum_of_lrs=100.0, epochs=60) == pytest.approx(10 * fit / 100)
+    assert decay_by_fit(history, sum_of_lrs=100.0, epochs=60) == pytest.approx(10 * fit / 100)
 
 
 @pytest.mark.parametrize(
@@ -65,15 +54,15 @@ def test_short_trainings_repeat_samples_less_and_bear_less_decay(
     sum_of_lrs: float, epochs: float, decay: float
 ) -> None:
     history = replace(SEARCHED, epoch_losses=(1.0,))  # a fit of 0.5
-    assert decay_by_fit(history, 0, sum_of_lrs, epochs) == pytest.approx(0.5 * decay)
+    assert decay_by_fit(history, sum_of_lrs, epochs) == pytest.approx(0.5 * decay)
 
 
 def test_without_a_search_the_fit_is_relative_to_the_first_epoch() -> None:
-    assert decay_by_fit(History((), (4.0, 1.0)), 0, 100.0, 16) == pytest.approx(0.075)
+    assert decay_by_fit(History((), (4.0, 1.0)), 100.0, 16) == pytest.approx(0.075)
 
 
 def test_a_loss_that_is_not_positive_says_nothing_about_the_fit() -> None:
-    assert decay_by_fit(History((), (0.0, 0.0)), 0, 10.0, 16) == 0
+    assert decay_by_fit(History((), (0.0, 0.0)), 10.0, 16) == 0
 
 
 def policy(*optimizers: OptimizerSection) -> HorizonStpt:
@@ -110,14 +99,14 @@ def test_candidates_train_without_it_and_epochs_with_their_own() -> None:
 
 def test_a_weight_decay_that_is_a_number_stays() -> None:
     given = policy(OptimizerSection(name="Muon", args={"weight_decay": 0.03}))
-    history = History((replace(round_of(), winner=result(0.1, 1.0)),), (0.1,))
+    history = replace(SEARCHED, epoch_losses=(0.1,))
     action = given.next(2, history)
     assert isinstance(action, TrainEpoch)
     assert action.steps.weight_decay_factor == 1
 
 
-@pytest.mark.parametrize(("epochs", "watch"), [(15, None), (17, Watch(4, 8))])
-def test_trainings_of_16_epochs_or_more_are_watched(epochs: int, watch: Watch | None) -> None:
+@pytest.mark.parametrize(("epochs", "watch"), [(15, Watch(0, 0)), (17, Watch(4, 8))])
+def test_trainings_of_16_epochs_or_more_are_watched(epochs: int, watch: Watch) -> None:
     assert Watch.of(epochs, channel_norm=True) == watch
 
 
@@ -141,10 +130,10 @@ def test_a_network_that_memorizes_has_more_decay(
     The network that has hardly trained has a loss of 2, so the fit alone is 0.5.
     """
     history = replace(SEARCHED, epoch_losses=(1.6, 1.2, 1.0), validation_losses=((1, 1.7),))
-    assert decay_by_fit(history, 0, 100.0, 16, Watch(1, 2)) == pytest.approx(0.05)
+    assert decay_by_fit(history, 100.0, 16, Watch(1, 2)) == pytest.approx(0.05)
     scored = replace(history, validation_losses=((1, 1.7), (2, 1.7 - 0.4 * share)))
     watch = Watch(1, 2, channel_norm)
-    assert decay_by_fit(scored, 0, 100.0, 16, watch) == pytest.approx(0.1 * fit)
+    assert decay_by_fit(scored, 100.0, 16, watch) == pytest.approx(0.1 * fit)
 
 
 def test_a_training_that_is_resumed_with_more_epochs_is_not_watched() -> None:
@@ -157,15 +146,12 @@ def test_a_training_that_is_resumed_with_more_epochs_is_not_watched() -> None:
 
 def test_losses_that_hardly_fall_say_nothing() -> None:
     history = replace(SEARCHED, epoch_losses=(1.0, 0.97), validation_losses=((1, 1.0), (2, 1.1)))
-    assert decay_by_fit(history, 0, 100.0, 16, Watch(1, 2)) == pytest.approx(0.1 * 0.515)
+    assert decay_by_fit(history, 100.0, 16, Watch(1, 2)) == pytest.approx(0.1 * 0.515)
 
 
 def test_the_first_half_holds_the_validation_split_out_and_scores_it_twice() -> None:
-    watching = replace(policy(AUTO), validation_size=64)
-    history = SEARCHED.after_round(
-        replace(SEARCHED.decisions[0], winner=result(0.1, 1.5), next_base_lr=0.1)
-    )
-    actions = []
+    watching = replace(policy(AUTO), facts=TaskFacts(validation_size=64))
+    history, actions = SEARCHED, []
     for epoch in range(1, 17):
         action = watching.next(epoch, history)
         assert isinstance(action, TrainEpoch)
@@ -188,18 +174,15 @@ def test_the_first_half_holds_the_validation_split_out_and_scores_it_twice() -> 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"validation_size": 0},
+        {"facts": TaskFacts()},
         {"length": Epochs(8)},
         {"length": Time(60.0)},
         {"optimizers": (OptimizerSection(name="Muon"),)},
     ],
 )
 def test_a_training_that_cannot_answer_holds_nothing_out(changes: dict[str, Any]) -> None:
-    watching = replace(replace(policy(AUTO), validation_size=64), **changes)
-    history = SEARCHED.after_round(
-        replace(SEARCHED.decisions[0], winner=result(0.1, 1.5), next_base_lr=0.1)
-    )
-    history = history.after_plan(EpochSteps(96).span(1, 16))
+    watching = replace(replace(policy(AUTO), facts=TaskFacts(validation_size=64)), **changes)
+    history = SEARCHED.after_plan(EpochSteps(96).span(1, 16))
     action = watching.next(1, history)
     assert isinstance(action, TrainEpoch)
     assert (action.steps.held_out, action.scores) == (0, False)

@@ -74,7 +74,7 @@ def phase(model: nn.Module, micro_batches: int, updates: int, steps: int = 0) ->
                 scale(loss(parallel.forward, index) / micro_batches).backward()
         parallel.end_backward()
         parallel.after_step()
-    return [list(pair) for pair in parallel.end_phase()]
+    return [list(pair) for pair in parallel.take_norms()]
 
 
 @pytest.mark.usefixtures("group")
@@ -115,5 +115,7 @@ def test_the_measurements_of_an_interrupted_phase_are_dropped() -> None:
         with parallel.accumulate(index):
             scale(loss(parallel.forward, index) / MICRO_BATCHES).backward()
     parallel.end_backward()
-    assert parallel.end_phase() == (pytest.approx(by_hand(model, range(MICRO_BATCHES)), rel=1e-5),)
-    assert parallel.end_phase() == ()
+    assert parallel.take_norms() == (
+        pytest.approx(by_hand(model, range(MICRO_BATCHES)), rel=1e-5),
+    )
+    assert parallel.take_norms() == ()

@@ -11,7 +11,12 @@ import torchvision
 from torch import nn
 
 from raytrain_opt.config.schema import Compile
-from raytrain_opt.train.kernels import BACKENDS, autocast_dtype, choose_kernels, compile_model
+from raytrain_opt.train.kernels import (
+    COMPILE_ARGUMENTS,
+    autocast_dtype,
+    choose_kernels,
+    compile_model,
+)
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -108,7 +113,7 @@ def test_auto_lets_a_network_stay_eager_that_cannot_be_compiled(
         tried.append(inputs)
         raise RuntimeError("planted failure")
 
-    monkeypatch.setitem(BACKENDS, "default", fail)
+    monkeypatch.setitem(COMPILE_ARGUMENTS, "default", {"backend": fail})
     model, x = nn.Sequential(Attention(2, 2)), torch.ones(1, 2)
     expected = model(x)
     assert compile_model("auto", model, CUDA) == "default"

@@ -25,7 +25,7 @@ from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.errors import JobError
 from raytrain_opt.recording.predictions import PredictionsRecord
 from raytrain_opt.results import MAX_MISTAKES, Predictions, Steps
-from raytrain_opt.train.kernels import BACKENDS
+from raytrain_opt.train.kernels import COMPILE_ARGUMENTS
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -289,7 +289,7 @@ def test_no_steps_change_nothing() -> None:
     assert (totals.steps, totals.samples, totals.loss) == (0, 0, 0.0)
 
 
-def test_on_step_is_called_before_every_step_and_may_stop() -> None:
+def test_on_step_is_called_before_every_step_and_may_raise() -> None:
     calls: list[int] = []
 
     def on_step(done: int) -> None:
@@ -421,7 +421,7 @@ def test_a_compiled_model_survives_other_states_rates_and_optimizers(
             trained.finish_phase()
             trained.evaluate("test")
 
-    monkeypatch.setitem(BACKENDS, "default", count_graphs)
+    monkeypatch.setitem(COMPILE_ARGUMENTS, "default", {"backend": count_graphs})
     job = {"optimizer": {"name": "auto", "candidates": ["SGD", "AdamW"]}, "average": {}}
     compiled, eager = (learner(net_with_norm, compile=c, **job) for c in ("default", "off"))
     assert not graphs
@@ -637,12 +637,17 @@ class NetWithCache(nn.Module):
 def test_a_phase_that_was_stopped_continues_with_the_buffers_of_its_last_step(build: Any) -> None:
     once, stopped, resumed = (learner(build, average={"decay": 0.5}) for _ in range(3))
     once.train(1, Steps(0, LRS), all_of(1))
-    stopped.train(1, Steps(0, LRS), all_of(1), lambda step: step == 1)
+    stopped.begin(1, Steps(0, LRS), all_of(1))
+    stopped.advance(1)
+    assert stopped.take_totals().steps == 1
     resumed.load(stopped.state(copy=True))
     resumed.train(1, Steps(1, LRS[1:]), all_of(1))
-    for trained in (once, resumed):
+    stopped.advance(len(LRS) - 1)
+    assert stopped.end().steps == len(LRS) - 1
+    for trained in (once, stopped, resumed):
         trained.finish_phase()
-    assert once.state(copy=True).digest() == resumed.state(copy=True).digest()
+    digests = {trained.state(copy=True).digest() for trained in (once, stopped, resumed)}
+    assert len(digests) == 1
 
 
 def test_evaluation_changes_nothing() -> None:

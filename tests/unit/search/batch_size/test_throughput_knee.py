@@ -137,10 +137,6 @@ class TestDecisions:
         assert "95 % confidence" in choice.reason
 
 
-def knowing(noise_scale: float) -> SizeBounds:
-    return replace(WIDE, noise_scale=noise_scale)
-
-
 class TestGoodput:
     """The noise scale is known, and so is the size at which most progress is made a second."""
 
@@ -159,26 +155,15 @@ class TestGoodput:
 
     def test_between_no_overhead_and_no_noise(self) -> None:
         """Overhead of 100 samples and noise of 400: the best is sqrt(100 x 400) = 200."""
-        machine = Machine(Curve(half=100.0), knowing(400.0), noise=0.002)
+        machine = Machine(Curve(half=100.0), replace(WIDE, noise_scale=400.0), noise=0.002)
         choice = searched(machine, tolerance=0.005)
         assert 128 <= choice.batch_size <= 256
         assert "goodput at a noise scale of 400 up to" in choice.reason
-        assert searched(machine.fresh(), objective="samples_per_s").batch_size >= 2048
-
-    def test_more_noise_takes_a_larger_batch(self) -> None:
-        chosen = [
-            searched(Machine(Curve(half=50.0), knowing(scale), noise=0.002)).batch_size
-            for scale in (30.0, 300.0, 3000.0, 30_000.0)
-        ]
-        assert chosen == sorted(set(chosen))
-        assert chosen[-1] >= 8 * chosen[0]
 
     def test_more_workers_take_a_smaller_batch_each(self) -> None:
         chosen = [
-            searched(
-                Machine(Curve(half=50.0), replace(knowing(1000.0), workers=n), noise=0.002)
-            ).batch_size
-            for n in (1, 8, 64)
+            searched(Machine(Curve(half=50.0), bounds, noise=0.002)).batch_size
+            for bounds in (replace(WIDE, workers=n, noise_scale=1000.0) for n in (1, 8, 64))
         ]
         assert chosen == sorted(set(chosen), reverse=True)
 
