@@ -18,8 +18,10 @@ from raytrain_opt.config.learning_rate import (
 )
 from raytrain_opt.config.processes import SlotsSection, TimeoutsSection, WorkersSection
 from raytrain_opt.config.section import (
+    Args,
     BrokenRule,
     Duration,
+    Float,
     Fraction,
     Location,
     NamedSection,
@@ -53,7 +55,7 @@ class ModelSection(NamedSection):
     """resnet8, cifar_resnet18, cifar_resnet45, cifar_resnet50, vgg16_bn, vgg16_one_bn (for small
     images), resnet45 (for large ones), small_cnn, a classification model of torchvision by its
     name there, or a function of your own as package.module:function; from Python also a module."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: Args = Field(default_factory=dict)
     """Keyword arguments of the model's constructor or function."""
     weights: Location | None = None
     """Weights to start from: a file (safetensors, or a state_dict of torch), a folder of timm
@@ -71,7 +73,7 @@ class TaskSection(NamedSection):
     name: NameOrInstance = CLASSIFICATION
     """classification, or package.module:Class with the methods training_loss and
     validation_metrics (from Python also an object); see tasks.md."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: Args = Field(default_factory=dict)
     """Keyword arguments of the class."""
 
     @property
@@ -162,7 +164,7 @@ class TrackingSection(Section):
 class StopSection(Section):
     """When a training ends before its last epoch."""
 
-    target: float | None = None
+    target: Float | None = None
     """End when the metric of the task that decides is as good as this; with classification the
     accuracy, such as 0.93."""
     patience: PositiveInt | None = None

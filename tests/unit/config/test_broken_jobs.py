@@ -343,10 +343,10 @@ def test_other_sections_are_checked_beyond_the_schema_too() -> None:
     with pytest.raises(JobError) as caught:
         parse_job("\n".join(lines.values()), check_sections=check_sections)
     assert [problem.path for problem in caught.value.problems] == [
-        "model.name",
-        "data.name",
         "epochs",
         "learning_rate.policy",
+        "model.name",
+        "data.name",
         "optimizer.name",
         "loss.name",
     ]

@@ -292,7 +292,7 @@ def test_later_overrides_win_and_the_mapping_stays_unchanged() -> None:
         ("data={name: image_folder, root: $D/x}", "data.root", "$D is not replaced"),
         ("data={name: shards, train: $D, test: b}", "data.train", "$D is not replaced"),
         ("data={name: arrays, train: [a, b], test: [c, $D]}", "data.test.1", "$D is not"),
-        ("model.args={bias: no}", "model.args.bias", "write true or false"),
+        ("model.args={a: {b: [no]}}", "model.args", "no may be text or a truth value"),
         ("data.augment.mixup=.nan", "data.augment.mixup", "finite"),
         ("epoch=3", "epoch", "did you mean 'epochs'?"),
     ],
