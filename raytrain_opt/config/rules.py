@@ -47,7 +47,7 @@ def _needing_common_steps(job: Job) -> list[str]:
 
 def _length_rules(job: Job) -> Iterator[BrokenRule]:
     """Yield what does not fit the length, and epochs that the training does not have."""
-    warmup, ramp, epochs = job.learning_rate.warmup, job.batch_ramp.steps, job.epochs
+    warmup, ramp, epochs = job.learning_rate.warmup, job.batch_ramp, job.epochs
     if epochs is None and job.train_for is None:
         yield "epochs", "is required, or train_for in its place"
     if epochs and job.train_for:
@@ -56,18 +56,18 @@ def _length_rules(job: Job) -> Iterator[BrokenRule]:
         shapes = "schedule of shape constant, linear, polynomial or cosine"
         yield "train_for", f"needs policy stpt_horizon, or {shapes}"
     if job.train_for and ramp:
-        yield "batch_ramp.steps", "needs a number of epochs, and the job gives train_for"
+        yield "batch_ramp", "needs a number of epochs, and the job gives train_for"
     warmup_epochs = 0 if warmup is None else warmup.epochs
     if epochs is not None and warmup_epochs > epochs:
         yield "learning_rate.warmup.epochs", f"is more than the {epochs} epochs of the job"
     if any(b.epoch <= a.epoch or b.factor <= a.factor for a, b in pairwise(ramp)):
-        yield "batch_ramp.steps", "epochs and factors must increase from one entry to the next"
+        yield "batch_ramp", "epochs and factors must increase from one entry to the next"
     last = max((step.epoch for step in ramp), default=0)
     if epochs is not None and last > epochs:
-        yield "batch_ramp.steps", f"epoch {last} is after the last epoch, {epochs}"
+        yield "batch_ramp", f"epoch {last} is after the last epoch, {epochs}"
     if ramp and ramp[0].epoch <= warmup_epochs:
         rule = f"starts in epoch {ramp[0].epoch}, within the warm-up of {warmup_epochs} epochs"
-        yield "batch_ramp.steps", rule
+        yield "batch_ramp", rule
 
 
 def _data_rules(job: Job) -> Iterator[BrokenRule]:

@@ -36,10 +36,10 @@ from raytrain_opt.config.section import (
 from raytrain_opt.config.updates import (
     AverageSection,
     BatchNormSection,
-    BatchRampSection,
     OptimizerChoiceSection,
     OptimizerSection,
     ParallelSection,
+    RampStep,
 )
 from raytrain_opt.errors import JobError, Problem
 
@@ -217,8 +217,9 @@ class Job(Section):
     which is no average."""
     batch_norm: BatchNormSection = Field(default_factory=BatchNormSection)
     """Running averages of batch normalization."""
-    batch_ramp: BatchRampSection = Field(default_factory=BatchRampSection)
-    """Increase the global batch at given epochs (Smith et al.). Default: never."""
+    batch_ramp: list[RampStep] = Field(default_factory=list)
+    """Epochs at which the global batch grows, and factors (Smith et al.). Each worker keeps its
+    batch size and accumulates gradients over several batches per update. Default: never."""
     task: TaskSection = Field(default_factory=TaskSection)
     """What is learned."""
     loss: LossSection = Field(default_factory=LossSection)

@@ -253,14 +253,6 @@ class RampStep(Section):
     """Factor of global_batch_size; must increase from step to step."""
 
 
-class BatchRampSection(Section):
-    """Increase of the global batch during the training."""
-
-    steps: list[RampStep] = Field(default_factory=list)
-    """Epochs at which the global batch grows, and factors. Each worker keeps its batch size and
-    accumulates gradients over several batches per update."""
-
-
 class ParallelSection(Section):
     """How workers exchange gradients."""
 

@@ -18,9 +18,9 @@ from raytrain_opt.config.section import function_name
 from raytrain_opt.config.updates import (
     AverageSection,
     BatchNormSection,
-    BatchRampSection,
     OptimizerSection,
     ParallelSection,
+    RampStep,
 )
 from raytrain_opt.results import EVAL_BLOCK_SIZE
 
@@ -44,7 +44,7 @@ class LearnerConfig:
     optimizers: tuple[OptimizerSection, ...]
     average: AverageSection | None
     batch_norm: BatchNormSection
-    batch_ramp: BatchRampSection
+    batch_ramp: list[RampStep]
     parallel: ParallelSection
     precision: Precision
     channels_last: bool

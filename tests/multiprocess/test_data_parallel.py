@@ -189,7 +189,7 @@ def train_large_batch(arrays: DatasetArrays, rank: int, world_size: int) -> dict
     large = settle(large, Placement.from_job(large), large.global_batch_size)
     connect = distribute if world_size > 1 else Parallel
     learner = Learner(LearnerConfig.from_job(large), arrays, CPU, connect)
-    steps = epoch_steps(learner.info.train_size, large.global_batch_size, large.batch_ramp.steps)
+    steps = epoch_steps(learner.info.train_size, large.global_batch_size, large.batch_ramp)
     policy = build_policy(large, length_of(large), steps)
     for epoch in range(1, large.epochs + 1):
         plan = policy.next(epoch, History())

@@ -288,13 +288,13 @@ def test_all_broken_rules_between_sections_are_reported_at_once() -> None:
         "workers: {count: 3}",
         STPT + "warmup: {epochs: 3}}",
         "data: {name: digits, validation_fraction: 0}",
-        "batch_ramp: {steps: [{epoch: 3, factor: 2}, {epoch: 2, factor: 4}]}",
+        "batch_ramp: [{epoch: 3, factor: 2}, {epoch: 2, factor: 4}]",
     )
     assert [problem.path for problem in reported] == [
         "learning_rate.warmup.epochs",
-        "batch_ramp.steps",
-        "batch_ramp.steps",
-        "batch_ramp.steps",
+        "batch_ramp",
+        "batch_ramp",
+        "batch_ramp",
         "data.validation_fraction",
         "global_batch_size",
     ]

@@ -196,7 +196,7 @@ def test_a_scaled_loss_is_not_clipped_for_its_scale(precision: str, clip_norm: f
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_ramp_trains_at_the_larger_batch_from_its_epoch_on(workers: int) -> None:
-    ramped = learner(workers=workers, batch_ramp={"steps": RAMP})
+    ramped = learner(workers=workers, batch_ramp=RAMP)
     before, after = learner(workers=workers), learner(workers=workers, global_batch_size=32)
     ramped.train(1, Steps(0, LRS), all_of(workers))
     before.train(1, Steps(0, LRS), all_of(workers))
@@ -522,9 +522,7 @@ def test_other_evaluations_remember_no_predictions() -> None:
 
 
 def test_statistics_are_recomputed_from_training_batches() -> None:
-    trained = learner(
-        net_with_norm, batch_norm={"recalibrate_batches": 2}, batch_ramp={"steps": RAMP}
-    )
+    trained = learner(net_with_norm, batch_norm={"recalibrate_batches": 2}, batch_ramp=RAMP)
     trained.train(2, Steps(0, LRS[:1]), all_of(1))
     trained.finish_phase()
     convolution, norm = trained.model[0], trained.model[1]  # type: ignore[index]
