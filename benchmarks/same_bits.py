@@ -62,7 +62,7 @@ class Transformer(nn.Module):
 
 
 JOBS: dict[str, dict[str, Any]] = {
-    "batch norm": {"optimizer": "Muon", "average": {"decay": 0.5}},
+    "batch norm": {"optimizer": "Muon", "average": 0.5},
     "transformer": {"model": Transformer, "optimizer": {"name": "AdamW", "clip_norm": 0.1}},
     "growing batch": {
         "optimizer": "LARS",

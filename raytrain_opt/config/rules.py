@@ -37,7 +37,7 @@ def _needing_common_steps(job: Job) -> list[str]:
         "optimizer.name": optimizer.is_schedule_free or optimizer.traits.counts_updates,
         "optimizer.momentum_warmup": optimizer.momentum_warmup,
         "optimizer.clip_norm": optimizer.clip_norm,
-        "average": job.average,
+        "average": job.average is not None,
         "batch_norm.recalibrate_batches": job.batch_norm.recalibrate_batches,
         "precision": job.precision == "fp16",  # overflows change the scale of all
         "workers.count": job.workers.can_shrink,
@@ -107,7 +107,7 @@ def _method_rules(job: Job) -> Iterator[BrokenRule]:
     if optimizer.has_auto_weight_decay and not section.is_found:
         rule = "auto is chosen by policy stpt_horizon; else give a number"
         yield "optimizer.args.weight_decay", rule
-    if job.average and optimizer.is_schedule_free:
+    if job.average is not None and optimizer.is_schedule_free:
         yield "average", f"{optimizer.name} averages its weights itself; remove it"
     if optimizer.is_schedule_free and not section.can_be_constant:
         rule = f"{optimizer.name} needs a constant rate after the warm-up; write {{policy: "

@@ -34,7 +34,6 @@ from raytrain_opt.config.section import (
     is_function_name,
 )
 from raytrain_opt.config.updates import (
-    AverageSection,
     BatchNormSection,
     OptimizerChoiceSection,
     OptimizerSection,
@@ -140,7 +139,7 @@ def _default_optimizer(job: dict[str, Any]) -> OptimizerChoiceSection:
     return OptimizerChoiceSection(name="auto") if searches else OptimizerChoiceSection()
 
 
-def _default_average(job: dict[str, Any]) -> AverageSection | None:
+def _default_average(job: dict[str, Any]) -> Literal["auto"] | None:
     """Return the average that shows what a decaying rate will bring; None for other policies.
 
     `job`: the sections above, without those with an error.
@@ -150,7 +149,7 @@ def _default_average(job: dict[str, Any]) -> AverageSection | None:
     if learning_rate is None or optimizer is None or parallel is None:
         return None
     averages = learning_rate.is_found and parallel.common_steps
-    return AverageSection() if averages and not optimizer.is_schedule_free else None
+    return "auto" if averages and not optimizer.is_schedule_free else None
 
 
 class TrackingSection(Section):
@@ -211,10 +210,13 @@ class Job(Section):
     optimizer: OptimizerChoiceSection = Field(default_factory=_default_optimizer)
     """The optimizer; its rate comes from learning_rate. Default: auto with policy stpt_horizon and
     synchronous workers, else SGD."""
-    average: AverageSection | None = Field(default_factory=_default_average)
-    """Evaluate and save an average of the weights; the training continues from its own. Default:
-    one with policies stpt_horizon and replay, unless the optimizer averages itself, else null,
-    which is no average."""
+    average: Literal["auto"] | Fraction | None = Field(default_factory=_default_average)
+    """Evaluate and save an exponential moving average of the weights, with BatchNorm statistics
+    taken at it; the training continues from its own. A number: weight of the average so far in
+    each update, at most (1 + t) / (10 + t) in update t; 0.99 averages over about 100 updates.
+    auto: it covers a quarter of the updates so far, times rate / highest rate, so that it ends
+    with the weights themselves where the rate falls to 0. Default: auto with policies
+    stpt_horizon and replay, unless the optimizer averages itself, else null: no average."""
     batch_norm: BatchNormSection = Field(default_factory=BatchNormSection)
     """Running averages of batch normalization."""
     batch_ramp: list[RampStep] = Field(default_factory=list)

@@ -221,19 +221,6 @@ def _usual_optimizers(*, channel_norm: bool, embeddings: bool) -> tuple[Optimize
     return (muon, *sgd, adamw) if channel_norm else (adamw, muon, *sgd)
 
 
-class AverageSection(Section):
-    """An exponential moving average of the weights, for any optimizer: it is evaluated and saved.
-
-    The training continues from its own weights. BatchNorm statistics are taken at the average.
-    """
-
-    decay: Fraction | Literal["auto"] = "auto"
-    """Weight of the average so far in each update. auto: the average covers a quarter of the
-    updates so far, times rate / highest rate, so it ends with the weights themselves where the
-    rate falls to 0. A number: at most (1 + t) / (10 + t) in update t; 0.99 averages over about 100
-    updates."""
-
-
 class BatchNormSection(Section):
     """Running averages of batch normalization."""
 

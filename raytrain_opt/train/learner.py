@@ -155,7 +155,7 @@ class Learner:
         self._update_check = UpdateCheck(self.model, self.optimizer)
         average = self.config.average
         if average is not None and not averaging.averages_weights(self.optimizer):
-            averaging.attach_ema(self.optimizer, average.decay)
+            averaging.attach_ema(self.optimizer, average)
         self.clip_norm = self.config.optimizers[index].clip_norm
         self._weight_decays = get_weight_decays(self.optimizer)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 from raytrain_opt.config.data import DataSection, HoldOut
 from raytrain_opt.config.schema import (
@@ -16,7 +16,6 @@ from raytrain_opt.config.schema import (
 )
 from raytrain_opt.config.section import function_name
 from raytrain_opt.config.updates import (
-    AverageSection,
     BatchNormSection,
     OptimizerSection,
     ParallelSection,
@@ -42,7 +41,7 @@ class LearnerConfig:
     task: TaskSection
     loss: LossSection
     optimizers: tuple[OptimizerSection, ...]
-    average: AverageSection | None
+    average: Literal["auto"] | float | None
     batch_norm: BatchNormSection
     batch_ramp: list[RampStep]
     parallel: ParallelSection

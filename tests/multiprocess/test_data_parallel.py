@@ -50,7 +50,7 @@ def plain_net(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
 
 
 AVERAGING: dict[str, dict[str, Any]] = {
-    "ema": {"average": {"decay": 0.5}, "optimizer": "Muon"},
+    "ema": {"average": 0.5, "optimizer": "Muon"},
     "schedule_free": {
         "optimizer": "ScheduleFreeSGD",
         "learning_rate": {"policy": "schedule", "shape": "constant"},

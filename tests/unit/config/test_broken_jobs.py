@@ -265,7 +265,7 @@ def test_all_errors_are_reported_at_once() -> None:
 def test_a_schedule_free_optimizer_averages_by_itself(policy: str) -> None:
     lines = ["optimizer: ScheduleFreeSGD", f"learning_rate: {policy}"]
     assert parse_job("\n".join([*GOOD.values(), *lines])).average is None
-    [problem] = problems(*lines, "average: {decay: 0.9}")
+    [problem] = problems(*lines, "average: 0.9")
     assert problem.path == "average"
 
 

@@ -73,7 +73,7 @@ def test_without_an_optimizer_the_search_chooses_one_where_it_can(
         ({"average": None}, False),
         ({"learning_rate": {"policy": "stpt"}}, False),
         ({"learning_rate": {"policy": "schedule"}}, False),
-        ({"learning_rate": {"policy": "schedule"}, "average": {}}, True),
+        ({"learning_rate": {"policy": "schedule"}, "average": "auto"}, True),
         ({"optimizer": "SGD", "parallel": {"mode": "async"}}, False),
     ],
 )
