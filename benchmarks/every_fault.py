@@ -217,7 +217,7 @@ def job_of(policy: str, data: Path, folder: Path) -> Job:
             "global_batch_size": BATCH,
             "learning_rate": {"policy": policy, "initial": 0.1, **POLICIES[policy]},
             "optimizer": "Muon",
-            "average": {"decay": 0.5},
+            "average": 0.5,
             "workers": {"count": 1, "threads": 1},
             "storage_path": str(folder),
             "resume": "auto",

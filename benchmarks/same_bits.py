@@ -62,11 +62,11 @@ class Transformer(nn.Module):
 
 
 JOBS: dict[str, dict[str, Any]] = {
-    "batch norm": {"optimizer": "Muon", "average": {"decay": 0.5}},
+    "batch norm": {"optimizer": "Muon", "average": 0.5},
     "transformer": {"model": Transformer, "optimizer": {"name": "AdamW", "clip_norm": 0.1}},
     "growing batch": {
         "optimizer": "LARS",
-        "batch_ramp": {"steps": [{"epoch": 2, "factor": 2}]},
+        "batch_ramp": [{"epoch": 2, "factor": 2}],
         "parallel": {"micro_batches": MICRO_BATCHES, "compression": "bf16"},
     },
     "uneven": {"data": {"name": "digits", "drop_last": False}},
@@ -149,7 +149,7 @@ def _train(rank: int, name: str, stage: Stage, steps: int, number: int, folder: 
 def _phase(learner: Learner, phase: int, steps: int) -> tuple[float, ...]:
     """Train the last steps of an epoch."""
     config = learner.config
-    size = config.global_batch_size * ramp_factor(config.batch_ramp.steps, phase + 1)
+    size = config.global_batch_size * ramp_factor(config.batch_ramp, phase + 1)
     in_epoch = learner.info.train_size / size
     end = int(in_epoch) if config.data.drop_last else -int(-in_epoch // 1)
     trained = Steps(end - steps, tuple(0.05 / (1 + phase + step) for step in range(steps)))

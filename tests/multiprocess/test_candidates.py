@@ -70,7 +70,7 @@ def ignore(_done: int, _total: int) -> None:
 def search(trainer: Slot | Worker, states: CountedStates, job: Job) -> dict[str, Any]:
     """Let the policy search; rank 0 tells the others what it decides, as the driver does."""
     info = trainer.learner.info
-    steps = epoch_steps(info.train_size, BATCH, job.batch_ramp.steps, info.search_size)
+    steps = epoch_steps(info.train_size, BATCH, job.batch_ramp, info.search_size)
     policy, history = build_policy(job, length_of(job), steps), History()
     start = states.put("initial", trainer.learner.state(copy=True))
     tried: list[Any] = []

@@ -50,7 +50,7 @@ def plain_net(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
 
 
 AVERAGING: dict[str, dict[str, Any]] = {
-    "ema": {"average": {"decay": 0.5}, "optimizer": "Muon"},
+    "ema": {"average": 0.5, "optimizer": "Muon"},
     "schedule_free": {
         "optimizer": "ScheduleFreeSGD",
         "learning_rate": {"policy": "schedule", "shape": "constant"},
@@ -191,7 +191,7 @@ def train_large_batch(arrays: DatasetArrays, rank: int, world_size: int) -> dict
     large = settle(large, Placement.from_job(large), large.global_batch_size)
     connect = DataParallel if world_size > 1 else Parallel
     learner = Learner(LearnerConfig.from_job(large), arrays, CPU, connect)
-    steps = epoch_steps(learner.info.train_size, large.global_batch_size, large.batch_ramp.steps)
+    steps = epoch_steps(learner.info.train_size, large.global_batch_size, large.batch_ramp)
     policy = build_policy(large, length_of(large), steps)
     for epoch in range(1, large.epochs + 1):
         plan = policy.next(epoch, History())

@@ -96,7 +96,7 @@ CASES: dict[str, dict[str, Any]] = {
     "state": {"model": Net, "optimizer": {"name": RankSGD}},
     "noise": {"model": Net, "optimizer": {"name": NoisySGD}},
     "nan": {"model": Net, "lr": 1e30},
-    "muon": {"model": Net, "optimizer": "Muon", "average": {"decay": 0.5}},
+    "muon": {"model": Net, "optimizer": "Muon", "average": 0.5},
     "schedule-free": {"model": Net, "optimizer": "ScheduleFreeAdamW"},
     "compressed": {"model": Net, "parallel": {"compression": "bf16"}},
 }

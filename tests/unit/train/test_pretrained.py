@@ -96,7 +96,7 @@ def test_no_optimizer_moves_frozen_weights(tmp_path: Path, optimizer: str) -> No
     """Not even by weight decay or an average."""
     changes: dict[str, Any] = {"learning_rate": {"policy": "stpt_horizon"}, "optimizer": optimizer}
     if optimizer != "ScheduleFreeSGD":
-        changes["average"] = {"decay": "auto"}
+        changes["average"] = "auto"
     settings = job(tmp_path, {"freeze": ["[0134].*"]}, **changes)
     arrays = load_shared_data(settings.data)
     learner = Learner(LearnerConfig.from_job(settings), arrays, torch.device("cpu"))
