@@ -127,8 +127,8 @@ NAMES = [
 MISMATCHES = [
     ("global_batch_size: 4096", "global_batch_size", "larger than the training set"),
     (
-        "batch_ramp: {steps: [{epoch: 2, factor: 999}]}",
-        "batch_ramp.steps.0.factor",
+        "batch_ramp: [{epoch: 2, factor: 999}]",
+        "batch_ramp.0.factor",
         "the training set",
     ),
     ("global_batch_size: 5000\nworkers: {count: 5000}", "workers.count", "more than the training"),
