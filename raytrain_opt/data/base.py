@@ -260,10 +260,10 @@ class TrainingData(ABC):
 
     @abstractmethod
     def first_samples(self, split: SourceSplit, count: int = 2) -> Batch:
-        """Return a few samples, or one several times, read here and without augmentation."""
+        """Return a few samples, or one several times, read here and without augmentation.
 
-    def check_samples(self) -> None:  # noqa: B027 - data in memory are checked when they are read
-        """Read a few samples of each set, so that a run fails early. Raises DataError."""
+        Raises DataError for unreadable ones, so that a run fails early.
+        """
 
     def close(self) -> None:  # noqa: B027 - data in memory have no processes
         """End the loader processes, where there are any."""

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import csv
 import os
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from raytrain_opt import storage
 from raytrain_opt.config.data import ImageFolderData
@@ -24,7 +23,6 @@ from raytrain_opt.data.images import (
     open_image,
     read_image_file,
 )
-from raytrain_opt.data.sampling import Indices
 from raytrain_opt.data.source import ImageSource
 from raytrain_opt.errors import DataError, StorageError, printable
 
@@ -43,39 +41,39 @@ def read_table(content: bytes) -> tuple[list[str], Iterator[tuple[int, Row]]]:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ValueError(f"line {line} is not UTF-8 text; save the file as UTF-8") from error
-    lines = _lines(text)
-    _, header = next(lines, (1, []))
+    delimiter = max(",;\t", key=text.partition("\n")[0].count)
+    # Blanks may stand before a quote; a name that begins with one needs quotes.
+    stream = StringIO(text, newline="")
+    rows = _rows(csv.reader(stream, delimiter=delimiter, skipinitialspace=True, strict=True))
+    _, header = next(rows, (1, []))
     columns = [name.strip() for name in header]
     repeated = [name for name, count in Counter(columns).items() if name and count > 1]
     if repeated or not columns:
         rule = f"has several columns {repeated[0]}" if repeated else "is empty"
         raise ValueError(f"{rule}; the first line names the columns")
-    return columns, ((line, dict(zip(columns, values, strict=True))) for line, values in lines)
+
+    def named() -> Iterator[tuple[int, Row]]:
+        for line, values in rows:
+            if len(values) != len(columns):
+                counts = f"{len(values)} values, but the first line names {len(columns)} columns"
+                raise ValueError(f"line {line} has {counts}")
+            yield line, dict(zip(columns, values, strict=True))
+
+    return columns, named()
 
 
-def _lines(text: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the values of each row that has some, the first with the names of the columns.
-
-    With each comes the line at which it begins.
-    """
-    delimiter, columns = max(",;\t", key=text.partition("\n")[0].count), 0  # of the header
-    # Blanks may stand before a quote; a name that begins with one needs quotes.
-    stream = StringIO(text, newline="")
-    reader = csv.reader(stream, delimiter=delimiter, skipinitialspace=True, strict=True)
+def _rows(reader: Any) -> Iterator[tuple[int, list[str]]]:
+    """Yield the values of each row that has some, with the line at which it begins."""
     while True:
         line = reader.line_num + 1
         try:
-            values = next(reader, None)
+            values = next(reader)
+        except StopIteration:
+            return
         except csv.Error as error:
             rule = f"begins a quote that never ends, or ends within a value: {error}"
             raise ValueError(f"line {line} {rule}") from error
-        if values is None:
-            return
         if any(values):
-            columns = columns or len(values)
-            if len(values) != columns:
-                counts = f"{len(values)} values, but the first line names {columns} columns"
-                raise ValueError(f"line {line} has {counts}")
             yield line, values
 
 
@@ -174,29 +172,16 @@ class ImageFiles:
     once, in Ray's object store.
     """
 
-    def __init__(
-        self, classes: Sequence[str], paths: npt.NDArray[np.uint8], ends: Indices, labels: Indices
-    ) -> None:
-        self.classes, self.paths, self.ends, self.labels = classes, paths, ends, labels
-
-    @classmethod
-    def of(cls, classes: Sequence[str], files: Iterable[tuple[str, int]]) -> ImageFiles:
-        """Return these paths and numbers of classes as arrays."""
-        paths, ends, labels = bytearray(), array("q"), array("q")
-        for path, label in files:
-            paths += os.fsencode(path)
-            ends.append(len(paths))
-            labels.append(label)
-        path_bytes = np.frombuffer(paths, np.uint8)
-        return cls(classes, path_bytes, np.asarray(ends), np.asarray(labels))
+    def __init__(self, classes: Sequence[str], files: Iterable[tuple[str, int]]) -> None:
+        pairs = [(os.fsencode(path), label) for path, label in files]
+        self.classes, self.paths = classes, np.array([path for path, _ in pairs], np.bytes_)
+        self.labels = np.array([label for _, label in pairs], np.int64)
 
     def __len__(self) -> int:
-        return len(self.ends)
+        return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[str, int]:
-        start = self.ends[index - 1] if index else 0
-        path = self.paths[start : self.ends[index]].tobytes()
-        return os.fsdecode(path), int(self.labels[index])
+        return os.fsdecode(self.paths[index]), int(self.labels[index])
 
 
 def list_folder(folder: Path, left_out: Counter[str], seen: dict[str, str]) -> ImageFiles:
@@ -217,7 +202,7 @@ def list_folder(folder: Path, left_out: Counter[str], seen: dict[str, str]) -> I
                     raise FileExistsError(f"{other} and {path} are one file; remove one of them")
                 yield path, i
 
-    files = ImageFiles.of(classes, pairs())
+    files = ImageFiles(classes, pairs())
     counts = np.bincount(files.labels, minlength=len(classes))
     if not counts.all():
         raise FileNotFoundError(f"class {classes[int(counts.argmin())]} has no image file")
@@ -284,7 +269,7 @@ def left_out_note(left_out: Counter[str]) -> tuple[str, ...]:
 
 def _in_color(files: ImageFiles) -> ImageFiles:
     every = (files[index] for index in range(len(files)))
-    return ImageFiles.of(files.classes, (file for file in every if _has_colors(file[0])))
+    return ImageFiles(files.classes, (file for file in every if _has_colors(file[0])))
 
 
 def _has_colors(path: str) -> bool:
@@ -313,7 +298,7 @@ def _read_labels(section: ImageFolderData, path: str) -> dict[SourceSplit, Image
     except ValueError as error:
         raise DataError("data.labels", f"{path} {error}") from error
     return {
-        split: ImageFiles.of(classes, ((file, numbers[label]) for file, label in of_split))
+        split: ImageFiles(classes, ((file, numbers[label]) for file, label in of_split))
         for split, of_split in files.items()
     }
 

@@ -147,21 +147,27 @@ def open_image(content: bytes) -> Image.Image:
 
 
 class _ImageFile:
-    """An image file whose pixels are decoded when needed; `height` and `width`: upright.
-
-    `file_shape`: its height and width before it is turned as the `orientation` of EXIF says.
-    """
+    """An image file whose pixels are decoded when needed; `height` and `width`: upright."""
 
     def __init__(self, content: bytes) -> None:
         self._content, self._image = content, open_image(content)
         if self._image.format != "JPEG":
             self._image.load()  # a PNG file may have its orientation last; TIFF is turned
-        self.orientation = _orientation(self._image)
-        self.file_shape = self._image.height, self._image.width
-        self.height, self.width = self.file_shape[:: 1 if self.orientation < 5 else -1]
+        self._orientation = _orientation(self._image)
+        shape = self._image.height, self._image.width
+        self.height, self.width = shape if self._orientation < 5 else shape[::-1]
 
     def decode(self, min_height: int, min_width: int) -> Pixels:
-        """Return [height, width, 3] as in the file, perhaps fewer pixels, but at least these."""
+        """Return [height, width, 3], perhaps fewer pixels than in the file, but at least these."""
+        turn = self._orientation
+        if turn < 5:
+            pixels = self._decode(min_height, min_width)
+        else:
+            pixels = self._decode(min_width, min_height).transpose(1, 0, 2)
+        pixels = pixels[::-1] if turn in (3, 4, 7, 8) else pixels
+        return pixels[:, ::-1] if turn in (2, 3, 6, 7) else pixels
+
+    def _decode(self, min_height: int, min_width: int) -> Pixels:
         image = self._image
         if image.format == "JPEG":
             smallest = {"min_height": min_height, "min_width": min_width}
@@ -188,26 +194,16 @@ def _orientation(image: Image.Image) -> int:
 
 def _resized(image: _ImageFile, box: Box, shape: tuple[int, int]) -> torch.Tensor:
     """Return the box of the upright image, resized to [*shape, 3]."""
-    # The small result is turned, not all pixels; first find the box in the file.
-    is_swapped, flipped = image.orientation > 4, []
-    if image.orientation in (3, 4, 7, 8):
-        flipped, box = [0], box._replace(top=image.height - box.top - box.height)
-    if image.orientation in (2, 3, 6, 7):
-        flipped, box = [*flipped, 1], box._replace(left=image.width - box.left - box.width)
-    if is_swapped:
-        box, shape = Box(box.left, box.top, box.width, box.height), shape[::-1]
-    height, width = image.file_shape
-    min_height = math.ceil(height * shape[0] / box.height)
-    pixels = image.decode(min_height, math.ceil(width * shape[1] / box.width))
+    min_height = math.ceil(image.height * shape[0] / box.height)
+    pixels = image.decode(min_height, math.ceil(image.width * shape[1] / box.width))
     rows, columns = (
         slice(int(start * scale), max(1, round(length * scale)) + int(start * scale))
         for start, length, scale in (
-            (box.top, box.height, pixels.shape[0] / height),
-            (box.left, box.width, pixels.shape[1] / width),
+            (box.top, box.height, pixels.shape[0] / image.height),
+            (box.left, box.width, pixels.shape[1] / image.width),
         )
     )
     # As a batch of one, contiguous in channels_last, torch resizes it three times as fast.
     crop = torch.from_numpy(np.require(pixels[rows, columns], None, ["C", "W"])[np.newaxis])
     resized = interpolate(crop.permute(0, 3, 1, 2), shape, mode="bilinear", antialias=True)
-    upright = resized[0].permute(2, 1, 0) if is_swapped else resized[0].permute(1, 2, 0)
-    return upright.flip(flipped) if flipped else upright
+    return resized[0].permute(1, 2, 0)

@@ -27,7 +27,7 @@ from raytrain_opt.data.batch_reader import (
     keep_batch,
 )
 from raytrain_opt.data.nesting import leaves, map_leaves
-from raytrain_opt.data.sampling import Indices, Purpose
+from raytrain_opt.data.sampling import Purpose
 from raytrain_opt.data.source import SampleSource
 from raytrain_opt.data.transforms import CopyStream
 from raytrain_opt.errors import DataError
@@ -40,6 +40,8 @@ _PREFETCH = 2
 _FIRST_PROCESSES = 2
 _MEASURED_BATCHES = 8
 _FETCHED_AHEAD = 4
+# More would cost seconds with large images.
+_CHECKED_SAMPLES = 16
 # Of samples that are read without augmentation.
 _PURPOSES = {"train": Purpose.VALIDATION_SAMPLE, "test": Purpose.TEST_SAMPLE}
 # More than the mean needs, as batches differ.
@@ -123,34 +125,17 @@ class DataLoaderData(TrainingData):
 
         return self._batches(requests(), evaluation=True)
 
-    def check_samples(self) -> None:
-        """Read a few samples, spread over each set, in this process. Raises DataError."""
-        for split in ("train", "test"):
-            error = self._read_here(split, self._spread(split).tolist()).error
-            if error is not None:
-                raise error
-
     def first_samples(self, split: SourceSplit, count: int = 2) -> Batch:
-        """See `TrainingData.first_samples`."""
-        readable: list[int] = []
-        for index in self._spread(split).tolist():
-            loaded = self._read_here(split, [index])
-            if loaded.error is None:
-                readable.append(index)
-            elif not loaded.skipped:
-                raise loaded.error
-            if len(readable) == count:
-                break
-        if not readable:
-            assert loaded.error is not None
+        """See `TrainingData.first_samples`; a few others, spread over the set, are read too."""
+        every = self._test if split == "test" else self._split.training
+        spread = np.linspace(0, len(every) - 1, _CHECKED_SAMPLES).astype(np.int64)
+        indices = every[np.unique(spread)].tolist()
+        loaded = self._read_here(split, indices)
+        if loaded.error is not None:
             raise loaded.error
-        return self._to_device(self._read_here(split, (readable * count)[:count]))
-
-    def _spread(self, split: SourceSplit) -> Indices:
-        """Return a few samples that are spread over a set."""
-        indices = self._test if split == "test" else self._split.training
-        spread = np.linspace(0, len(indices) - 1, self.source.checked_samples).astype(np.int64)
-        return indices[np.unique(spread)]
+        if loaded.skipped:
+            indices = [i for i in indices if self._read_here(split, [i]).error is None]
+        return self._to_device(self._read_here(split, (indices * count)[:count]))
 
     def _read_here(self, split: SourceSplit, samples: list[int]) -> LoadedBatch:
         """Read samples in this process."""

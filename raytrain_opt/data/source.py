@@ -19,10 +19,8 @@ class SampleSource(DataSource):
     """Samples that loader processes read one at a time.
 
     `has_pairs`: samples are (x, label), else any nesting of tensors, such as `example`.
-    `checked_samples` of each set are read before a run.
     """
 
-    checked_samples: ClassVar[int] = 16  # more would cost seconds with large images
     has_pairs: bool = True
 
     @abstractmethod

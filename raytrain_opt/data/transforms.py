@@ -124,52 +124,6 @@ def crop_and_flip(images: torch.Tensor, draws: CropFlip, padding: int) -> torch.
     return gathered.view(samples, height, width, channels)
 
 
-def normalize_images(
-    mean_std: MeanStd, shape: tuple[int, int, int], device: torch.device, channels_last: bool
-) -> Transform:
-    """Return the transform of uint8 [N, H, W, C] to normalized float32 [N, C, H, W]."""
-    height, width, channels = shape
-    mean, std = (np.broadcast_to(np.asarray(v, np.float64), channels) for v in mean_std)
-    # One factor per value of an image, not per channel: an inner loop over 3 channels would be
-    # several times as slow.
-    scale, shift = (
-        torch.from_numpy(np.tile(v.astype(np.float32), height * width)).to(device)
-        for v in (1 / (255 * std), -mean / std)
-    )
-    memory_format = torch.channels_last if channels_last else torch.contiguous_format
-
-    def transform(images: torch.Tensor) -> torch.Tensor:
-        values = images.reshape(len(images), -1).to(torch.float32)
-        values.mul_(scale).add_(shift)
-        return (
-            values.view(images.shape).permute(0, 3, 1, 2).contiguous(memory_format=memory_format)
-        )
-
-    return transform
-
-
-def normalize_values(
-    mean_std: MeanStd | None,
-    sample_shape: tuple[int, ...],
-    device: torch.device,
-    channels_last: bool,
-) -> Transform:
-    """Return the transform of other values: unchanged, or normalized along their first axis."""
-    mean, std = (np.asarray(v, np.float32) for v in mean_std or ([0], [1]))
-    shape = (-1, *[1] * (len(sample_shape) - 1))
-    scale, shift = (torch.from_numpy(v).view(shape).to(device) for v in (1 / std, -mean / std))
-    uses_channels_last = channels_last and len(sample_shape) == 3
-
-    def transform(values: torch.Tensor) -> torch.Tensor:
-        if mean_std is not None:
-            values = values * scale + shift
-        if uses_channels_last:
-            return values.contiguous(memory_format=torch.channels_last)
-        return values
-
-    return transform
-
-
 def resolve_preprocessing(
     normalize: NormalizeSetting,
     shape: tuple[int, ...],
@@ -193,13 +147,34 @@ def resolve_preprocessing(
 def make_transform(
     preprocessing: Preprocessing, shape: tuple[int, ...], device: torch.device, channels_last: bool
 ) -> Transform:
-    """Return the transform of batches whose samples have this `shape` for the model."""
-    mean_std = preprocessing.mean_std
-    if not preprocessing.is_image:
-        return normalize_values(mean_std, shape, device, channels_last)
-    assert mean_std is not None  # images are always scaled
-    channels, height, width = shape
-    return normalize_images(mean_std, (height, width, channels), device, channels_last)
+    """Return the transform of batches whose samples have this `shape` for the model.
+
+    uint8 images [N, H, W, C] become float32 [N, C, H, W]. Other values are unchanged, or
+    normalized along their first axis.
+    """
+    is_image, mean_std = preprocessing.is_image, preprocessing.mean_std
+    is_3d = channels_last and len(shape) == 3
+    memory_format = torch.channels_last if is_3d else torch.contiguous_format
+    if mean_std is None:
+        return lambda values: values.contiguous(memory_format=memory_format)
+    mean, std = (np.broadcast_to(np.asarray(v, np.float64), shape[0]) for v in mean_std)
+    factors = [v.astype(np.float32) for v in (1 / (255 * std if is_image else std), -mean / std)]
+    if is_image:
+        # One factor per value of an image, not per channel: an inner loop over 3 channels would be
+        # several times as slow.
+        factors = [np.tile(v, math.prod(shape[1:])) for v in factors]
+    else:
+        factors = [v.reshape(-1, *[1] * (len(shape) - 1)) for v in factors]
+    scale, shift = (torch.from_numpy(v).to(device) for v in factors)
+
+    def transform(x: torch.Tensor) -> torch.Tensor:
+        values = (x.reshape(len(x), -1) if is_image else x).to(torch.float32, copy=True)
+        values.mul_(scale).add_(shift)
+        if is_image:
+            values = values.view(x.shape).permute(0, 3, 1, 2)
+        return values.contiguous(memory_format=memory_format)
+
+    return transform
 
 
 def explicit_mean_std(normalize: NormalizeSetting, channels: int) -> MeanStd | None:

@@ -21,10 +21,6 @@ from raytrain_opt.data.source import Sample, SampleSource
 from raytrain_opt.errors import DataError
 from raytrain_opt.random_state import seeded
 
-# Samples tried until one is readable and shows shape and type; with more unreadable ones in a
-# row, the data set is more likely wrong than damaged.
-_MAX_TRIES = 100
-
 
 class UserDatasetSource(SampleSource):
     """Samples of the Datasets (train, test) that the user's function returns.
@@ -51,7 +47,7 @@ class UserDatasetSource(SampleSource):
         self._collate = None if collate is None else resolve_function(collate, "data.collate")
         own = None if section.collate else getattr(self._datasets["test"], "collate_fn", None)
         self._collate_test = own or self._collate
-        self.example = self._probe(section.on_unreadable == "skip")
+        self.example = self._probe()
         first, is_batch = next(leaves(self.example)), self._collate is not None
         self.sample_shape = tuple(first.shape[1:] if is_batch else first.shape)
         self.is_image = classification and first.dtype == torch.uint8 and not is_batch
@@ -182,23 +178,18 @@ class UserDatasetSource(SampleSource):
         rule = "has neither num_classes nor classes, so write the number in the job"
         raise DataError("data.num_classes", f"the train set of {self._name} {rule}")
 
-    def _probe(self, skip: bool) -> Sample:
-        """Return the first training sample; with `skip`, the first readable one."""
-        last = min(_MAX_TRIES, self.size("train")) - 1 if skip else 0
-        index = 0
-        while True:
-            try:
-                with seeded(index):
-                    if self._collate is not None:
-                        return self.collate("train", [self._datasets["train"][index]])
-                    return self._sample("train", index)
-            except DataError:
-                raise
-            except Exception as error:
-                if index == last:
-                    rule = f"{self.describe('train', index)}: {cause(error)}"
-                    raise DataError(self.field, rule) from error
-                index += 1
+    def _probe(self) -> Sample:
+        """Return the first training sample, whose form all others have."""
+        try:
+            with seeded(0):
+                if self._collate is not None:
+                    return self.collate("train", [self._datasets["train"][0]])
+                return self._sample("train", 0)
+        except DataError:
+            raise
+        except Exception as error:
+            rule = f"{self.describe('train', 0)}: {cause(error)}"
+            raise DataError(self.field, rule) from error
 
     def _sample(self, split: SourceSplit, index: int) -> Sample:
         sample = self._datasets[split][index]

@@ -150,7 +150,6 @@ def read_data(job: Job) -> tuple[SharedData, DataInfo, tuple[Batch, Batch]]:
         classification=job.task.is_classification,
     )
     try:
-        data.check_samples()
         is_one = job.batch_size_per_worker == 1 and job.batch_size_search is None
         train = data.first_samples("train", 1 if is_one else 2)
         samples = train, data.first_samples("test")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from copy import copy
 from fnmatch import fnmatchcase
 from typing import Any
@@ -19,7 +19,7 @@ from raytrain_opt.config.error_messages import nearest
 from raytrain_opt.config.load import resolve_function
 from raytrain_opt.config.schema import ModelSection
 from raytrain_opt.config.section import Instance, is_function_name
-from raytrain_opt.errors import DataError, JobError, Problem, RaytrainOptError, origin, problems_of
+from raytrain_opt.errors import DataError, JobError, Problem, RaytrainOptError, origin
 from raytrain_opt.models.networks import (
     BUILTIN_MODELS,
     TORCHVISION_DEFAULTS,
@@ -40,27 +40,10 @@ _RESERVED_ARGUMENTS = {
 
 
 def check_model(section: ModelSection) -> list[Problem]:
-    """Return all problems of the section: unknown name, wrong or missing arguments, bad values.
+    """Return the problems of names: of the model and of its arguments.
 
-    Values are checked by building on torch's meta device, which allocates and computes nothing;
-    a user's function is not called. Imports torchvision only if the name is not built in.
+    Nothing is built or called. Imports torchvision only if the name is not built in.
     """
-    problems = check_names(section)
-    if problems or not section.args or is_function_name(section.name):
-        return problems
-
-    def build() -> None:
-        # Some of torchvision's models (RegNets) compute with tensor values while they are built,
-        # which the meta device cannot: build_model reports their problems. Initialization on the
-        # meta device may still draw from the CPU generator.
-        with suppress(NotImplementedError), torch.random.fork_rng([]), torch.device("meta"):
-            _construct(section, num_classes=10, sample_shape=(3, 224, 224))
-
-    return problems_of(build)
-
-
-def check_names(section: ModelSection) -> list[Problem]:
-    """Return the problems of the names alone: of the model and of its arguments."""
     name = section.name
     if is_function_name(name):
         try:
@@ -134,7 +117,7 @@ def build_model(
     Raises JobError (unknown name, wrong arguments, no usable nn.Module) and DataError (the
     named model cannot take such samples).
     """
-    problems = check_names(section)
+    problems = check_model(section)
     if problems:
         raise JobError(problems)
     with seeded(seed):

@@ -141,7 +141,7 @@ def test_images_stand_upright(kind: str, orientation: int) -> None:
     for file in (content, upright):
         random.seed(3)
         pair.append(images.random_crop(file, 64))
-    assert mean_difference(*pair) < 3  # JPEG was reduced; a wrong turn makes more than 10
+    assert mean_difference(*pair) < 4  # JPEG was reduced; a wrong turn makes more than 10
 
 
 def test_an_orientation_in_xmp_is_applied_and_damaged_exif_is_not() -> None:

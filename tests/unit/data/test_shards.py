@@ -91,7 +91,7 @@ def test_shards_hold_the_images_of_their_folder(image_tree: Path, local: ShardsD
         assert shards.info.class_names == ("cat", "dog")
         assert (shards.info.train_size, shards.info.test_size) == (20, 6)
         one, other = (list(data.eval_batches("test", 0, 1, 4)) for data in (shards, files))
-        shards.check_samples()
+        shards.first_samples("test")
     assert pixels(one) == pixels(other)
     assert sorted(y for batch in one for y in batch.y.tolist()) == [0, 0, 0, 1, 1, 1]
 
@@ -138,7 +138,7 @@ def test_shards_of_an_object_storage_are_those_of_a_folder(
     shared = pickle.loads(pickle.dumps(load_shared_data(remote)))
     s3.requests.clear()
     with open_data(remote, files=shared) as data:
-        data.check_samples()
+        data.first_samples("train")
         batches = [*epoch(data), *epoch(data, 2), *data.eval_batches("test", 0, 1, 4)]
     assert not any(request.path.endswith(".index") for request in s3.requests)
     with open_data(section(f"{tmp_path}/shards", cache, *counts)) as data:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from raytrain_opt.data import sampling, transforms
+from raytrain_opt.data.transforms import Preprocessing
 from raytrain_opt.errors import DataError
 
 CPU = torch.device("cpu")
@@ -46,8 +47,8 @@ def test_crop_and_flip_equals_the_reference(
 def test_images_are_normalized(channels: int, channels_last: bool) -> None:
     batch = images(7, 4, 5, channels)
     mean, std = [0.1, 0.5, 0.7][:channels], [0.2, 0.3, 0.4][:channels]
-    normalize = transforms.normalize_images((mean, std), (4, 5, channels), CPU, channels_last)
-    result = normalize(batch)
+    shown = Preprocessing(is_image=True, mean_std=(mean, std))
+    result = transforms.make_transform(shown, (channels, 4, 5), CPU, channels_last)(batch)
     reference = batch.numpy().astype(np.float64) / 255
     reference = ((reference - mean) / std).transpose(0, 3, 1, 2)
     assert result.dtype == torch.float32
@@ -59,7 +60,8 @@ def test_images_are_normalized(channels: int, channels_last: bool) -> None:
 def test_padding_is_black_before_normalizing() -> None:
     white = torch.full((1, 4, 4, 1), 255, dtype=torch.uint8)
     corner = sampling.CropFlip(np.array([0]), np.array([0]), np.array([False]))
-    normalize = transforms.normalize_images(([0.5], [0.5]), (4, 4, 1), CPU, True)
+    gray = Preprocessing(is_image=True, mean_std=([0.5], [0.5]))
+    normalize = transforms.make_transform(gray, (1, 4, 4), CPU, True)
     result = normalize(transforms.crop_and_flip(white, corner, 1))[0, 0]
     assert result[0].tolist() == [-1.0] * 4
     assert result[:, 0].tolist() == [-1.0] * 4
@@ -69,14 +71,15 @@ def test_padding_is_black_before_normalizing() -> None:
 @pytest.mark.parametrize("channels_last", [True, False])
 def test_values_are_unchanged_or_normalized_along_the_first_axis(channels_last: bool) -> None:
     values = torch.rand(6, 2, 3, 3)
-    plain = transforms.normalize_values(None, (2, 3, 3), CPU, channels_last)(values)
-    assert torch.equal(plain, values)
-    mean_std = ([0.5, 1.0], [2.0, 4.0])
-    scaled = transforms.normalize_values(mean_std, (2, 3, 3), CPU, channels_last)(values)
-    expected = (values - torch.tensor([0.5, 1.0]).view(2, 1, 1)) / torch.tensor([2.0, 4.0]).view(
-        2, 1, 1
+    before = values.clone()
+    plain, scaled = (
+        transforms.make_transform(Preprocessing(False, v), (2, 3, 3), CPU, channels_last)(values)
+        for v in (None, ([0.5, 1.0], [2.0, 4.0]))
     )
-    torch.testing.assert_close(scaled, expected)
+    assert torch.equal(plain, before)
+    mean, std = (torch.tensor(v).view(2, 1, 1) for v in ([0.5, 1.0], [2.0, 4.0]))
+    torch.testing.assert_close(scaled, (before - mean) / std)
+    assert torch.equal(values, before)
     expected_format = torch.channels_last if channels_last else torch.contiguous_format
     assert plain.is_contiguous(memory_format=expected_format)
 

@@ -41,10 +41,7 @@ def test_names_are_sorted_and_built_in_models_hide_torchvisions() -> None:
     [
         ("resnet8", {"widht": 8}, "model.args.widht", "did you mean 'width'"),
         ("resnet8", {"xyzzy": 8}, "model.args.xyzzy", "valid arguments: width"),
-        ("resnet8", {"width": -1}, "model.args.width", "above 0"),
         ("resnet8", {"num_classes": 7}, "model.args.num_classes", "comes from the data"),
-        ("vgg16_bn", {"dropout": 2.0}, "model.args.dropout", "dropout"),
-        ("squeezenet1_1", {"dropuot": 0.1}, "model.args.dropuot", "dropuot"),
         ("squeezenet1_1", {"pretrained": True}, "model.args.pretrained", "write model.weights"),
         ("resnet18", {"weights": "DEFAULT"}, "model.args.weights", "write model.weights"),
         ("googlenet", {"aux_logits": True}, "model.args.aux_logits", "must be false"),
@@ -61,10 +58,6 @@ def test_a_wrong_name_or_argument_is_explained_at_its_path(
     problems = check(name, **args)
     assert list(problems) == [path]
     assert message in problems[path]
-
-
-def test_a_model_that_meta_tensors_cannot_build_is_left_to_build_model() -> None:
-    assert check("regnet_x_400mf", norm_layer=None) == {}
 
 
 def test_built_in_names_are_checked_without_importing_torchvision() -> None:

@@ -140,15 +140,22 @@ def test_vgg16_sizes_its_first_linear_layer_by_the_image(sample_shape: tuple[int
     assert model(torch.randn(2, *sample_shape)).shape == (2, 10)
 
 
-def test_a_combination_that_torchvision_lacks_is_a_wrong_argument() -> None:
-    args = {"replace_stride_with_dilation": [True, False, False]}
-    with pytest.raises(JobError, match=r"model\.args\.replace_stride_with_dilation: .*Dilation"):
-        build_model(
-            ModelSection(name="resnet18", args=args),
-            num_classes=3,
-            sample_shape=(3, 32, 32),
-            seed=0,
-        )
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("resnet8", {"width": -1}, r"model\.args\.width: resnet8 rejects it: .* above 0"),
+        ("vgg16_bn", {"dropout": 2.0}, r"model\.args\.dropout: .*dropout"),
+        ("squeezenet1_1", {"dropuot": 0.1}, r"model\.args\.dropuot: .*dropuot"),
+        (
+            "resnet18",
+            {"replace_stride_with_dilation": [True, False, False]},
+            r"model\.args\.replace_stride_with_dilation: .*Dilation",
+        ),
+    ],
+)
+def test_arguments_that_a_model_rejects_are_named(name: str, args: Any, message: str) -> None:
+    with pytest.raises(JobError, match=message):
+        build(name, **args)
 
 
 def test_torchvision_models_with_an_auxiliary_head_return_one_tensor() -> None:

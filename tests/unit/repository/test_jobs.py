@@ -17,7 +17,7 @@ from torch import nn
 
 from raytrain_opt.config.load import dump_job, load_job
 from raytrain_opt.execution.check import check_job, try_job
-from raytrain_opt.models.factory import check_names
+from raytrain_opt.models.factory import check_model
 from tests.support.synthetic_runs import write_schedule
 
 ROOT = Path(__file__).parents[3]
@@ -109,7 +109,7 @@ def test_the_replay_script_names_the_optimizer_that_the_search_chose(tmp_path: P
 
 def test_the_network_of_the_asynchronous_paper_has_eleven_convolutions() -> None:
     job = load_job(ROOT / "jobs/imagenet_cnn11_async.yaml")
-    assert check_names(job.model) == []
+    assert check_model(job.model) == []
     model = script("cnn11").make_model(num_classes=10)
     assert sum(isinstance(module, nn.Conv2d) for module in model.modules()) == 11
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
