@@ -365,7 +365,7 @@ def outcome(folder: Path) -> dict[str, Any]:
     # A resumed run did not wait for the checkpoint that it started from.
     parts = [sorted({*line["timings_s"]} - {"checkpoint_wait_s"}) for line in (*rounds, *epochs)]
     for line in epochs:
-        for name in ("duration_s", "samples_per_s", "timings_s"):
+        for name in ("duration_s", "end_s", "samples_per_s", "timings_s"):
             del line[name]
     return {
         "checkpoint": latest.reached,

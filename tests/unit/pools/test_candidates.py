@@ -129,7 +129,8 @@ def test_only_the_best_state_so_far_is_kept(kind: str, keeps_winner: bool) -> No
         candidate = next(c for c in command.plan.candidates if c.lr == lr)
         trained = learner.trained
         ref = resident.handle(SendCandidateState(command, candidate, 0), ignore)
-        assert (ref.sha256, ref.id) == (f"{lr:g}", f"1.candidate{candidate.index}")
+        sent: Any = states.get(ref)
+        assert (sent.lr, ref.id) == (lr, f"1.candidate{candidate.index}")
         assert (learner.trained == trained) == (keeps_winner and lr == 0.1), lr
 
 
