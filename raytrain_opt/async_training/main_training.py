@@ -47,7 +47,7 @@ class AsynchronousTraining:
         self._workers, self._states, self._server = workers, states, server
         self._granularity = Granularity(config.async_splits)
 
-    def train(self, command: MainTrain, is_due: IsDue = lambda: False) -> TrainingOutcome:
+    def train(self, command: MainTrain, *, is_due: IsDue = lambda: False) -> TrainingOutcome:
         """As `MainTraining.train`; all workers wait for the end of the last step."""
         stopwatch = Stopwatch()
         command = replace(command, split=self._granularity.split)

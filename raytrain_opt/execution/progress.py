@@ -39,7 +39,7 @@ class Startup:
 
 @dataclass(frozen=True)
 class PartialEpoch:
-    """The part of an epoch that is done: its rounds, and the first steps of its training."""
+    """The part of an epoch that is done: the first steps of its training."""
 
     steps: Steps = NO_STEPS  # that were kept
     duration_s: float = 0.0

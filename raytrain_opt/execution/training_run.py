@@ -200,7 +200,8 @@ class TrainingRun:
         command = MainTrain(state, action.epoch, action.steps.after(done))
         with self._epoch.stopwatch.measure("main_train_s"):
             outcome = self.pools.main_training.train(
-                command, is_due=lambda: self.stop.error is not None
+                command,
+                is_due=lambda: self.stop.error is not None,
             )
         self._add_main_training(command, outcome)
         return outcome.state
@@ -380,9 +381,9 @@ class TrainingRun:
 
     def _write_round(self, action: TryCandidates, decision: Decision) -> None:
         names = [str(optimizer.name) for optimizer in self.optimizers]
-        timings_s = self._epoch.stopwatch.timings_s
+        timings_s, search_on = self._epoch.stopwatch.timings_s, self.pools.search_on
         record = RoundRecord.from_decision(
-            action, self._epoch.results, decision, timings_s, names, self.pools.search_on
+            action, self._epoch.results, decision, names, search_on, timings_s
         )
         self.recorder.round(record, len(self._lrs))
         self.callbacks.call("on_round", record)

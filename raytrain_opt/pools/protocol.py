@@ -122,7 +122,7 @@ class TrainingOutcome:
 class MainTraining(Protocol):
     """How the workers train and evaluate."""
 
-    def train(self, command: MainTrain, is_due: IsDue = lambda: False) -> TrainingOutcome:
+    def train(self, command: MainTrain, *, is_due: IsDue = lambda: False) -> TrainingOutcome:
         """Train the steps until the command's end, or at least one, until `is_due`."""
 
     def evaluate(self, state: StateRef, split: Split = "test") -> EvalTotals:
@@ -145,7 +145,7 @@ class SynchronousTraining:
         self._workers = workers
         self._segment = 1  # steps of the next one
 
-    def train(self, command: MainTrain, is_due: IsDue = lambda: False) -> TrainingOutcome:
+    def train(self, command: MainTrain, *, is_due: IsDue = lambda: False) -> TrainingOutcome:
         """Train segments on all workers."""
         done = 0
         while done + self._segment < command.end:

@@ -99,7 +99,7 @@ class RoundRecord(Record):
     reason: str = Field(description="Why the policy decided so.")
     next_base_lr: float = Field(description="Base learning rate after the round.")
     timings_s: Timings = Field(
-        description="Seconds of the round, and of the epoch so far, by part."
+        default_factory=dict, description="Seconds of the round, and of the epoch so far, by part."
     )
 
     @property
@@ -118,9 +118,9 @@ class RoundRecord(Record):
         action: TryCandidates,
         results: Sequence[CandidateResult],
         decision: Decision,
-        timings_s: Mapping[str, float],
         optimizers: Sequence[str],
         search_on: Literal["slots", "workers"],
+        timings_s: Mapping[str, float],
     ) -> RoundRecord:
         """Return the record of a round.
 

@@ -61,7 +61,7 @@ def test_workers_and_shards_die_and_no_sample_is_lost(
         killer.join()
     assert len(killed) == 1
     assert result.summary["restarts"]["worker"] <= 1  # not all workers
-    epochs = read_lines(result.run_dir, "epochs")
+    epochs, rounds = (read_lines(result.run_dir, name) for name in ("epochs", "rounds"))
     assert [epoch["epoch"] for epoch in epochs] == [1, 2, 3]
     steps = result.summary["steps_per_epoch"] - 5  # of a round, which are kept
     parallel = result.summary["parallel"]
@@ -77,6 +77,7 @@ def test_workers_and_shards_die_and_no_sample_is_lost(
         assert epoch["staleness"]["max"] <= 3
         assert epoch["test_samples"] == 359
     assert epochs[0]["workers"] == 2
+    assert len(rounds) == 3
     assert epochs[-1]["train_loss"] < epochs[0]["train_loss"]
 
 

@@ -14,7 +14,7 @@ from raytrain_opt.execution.length import TrainingLength, measure_pace
 from raytrain_opt.optim.epoch_steps import EpochSteps
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.pools.commands import MainTrain, StateRef
-from raytrain_opt.pools.protocol import IsDue, TrainingOutcome
+from raytrain_opt.pools.protocol import TrainingOutcome
 from raytrain_opt.recording.recorder import EventLog, Recorder
 from raytrain_opt.recording.records import EpochRecord
 from raytrain_opt.results import EvalTotals, Split, TrainTotals
@@ -36,7 +36,7 @@ class FakeTraining:
         self.now_s = 0.0
         self.optimizers: list[int] = []
 
-    def train(self, command: MainTrain, is_due: IsDue = lambda: False) -> TrainingOutcome:
+    def train(self, command: MainTrain, **_: object) -> TrainingOutcome:
         steps = len(command.steps.lrs)
         duration_s = steps * STEPS_S[command.steps.optimizer]
         self.now_s += duration_s + OTHER_S
