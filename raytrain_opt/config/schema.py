@@ -128,28 +128,15 @@ class EvaluateSection(Section):
 
 
 def _default_optimizer(job: dict[str, Any]) -> OptimizerChoiceSection:
-    """Return the choice that the search has among optimizers, or SGD where there is none.
-
-    `job`: the sections above, without those with an error.
-    """
-    learning_rate, parallel = job.get("learning_rate"), job.get("parallel")
-    if learning_rate is None or parallel is None:
-        return OptimizerChoiceSection()
-    searches = learning_rate.searches_first and parallel.common_steps
+    """Return the choice that the search has, or SGD without one; `job`: the sections above."""
+    searches = job and job["learning_rate"].searches_first and job["parallel"].common_steps
     return OptimizerChoiceSection(name="auto") if searches else OptimizerChoiceSection()
 
 
 def _default_average(job: dict[str, Any]) -> Literal["auto"] | None:
-    """Return the average that shows what a decaying rate will bring; None for other policies.
-
-    `job`: the sections above, without those with an error.
-    """
-    optimizer, parallel = job.get("optimizer"), job.get("parallel")
-    learning_rate = job.get("learning_rate")
-    if learning_rate is None or optimizer is None or parallel is None:
-        return None
-    averages = learning_rate.is_found and parallel.common_steps
-    return "auto" if averages and not optimizer.is_schedule_free else None
+    """Return the average that shows what a decaying rate will bring, or none."""
+    averages = job and job["learning_rate"].is_found and job["parallel"].common_steps
+    return "auto" if averages and not job["optimizer"].is_schedule_free else None
 
 
 class TrackingSection(Section):
@@ -311,12 +298,16 @@ class Job(Section):
         return self.data.any_samples and not self.task.is_classification
 
     @property
+    def decides_by_validation(self) -> bool:
+        """Whether the policy decides by the validation split."""
+        return self.learning_rate.has_candidates or self.learning_rate.follows_metric
+
+    @property
     def hold_out(self) -> HoldOut:
         """The validation split: a tenth where a policy decides by it, unless the job says."""
-        data = self.data
-        fraction = data.validation_fraction
+        fraction = self.data.validation_fraction
         if fraction is None:
-            fraction = 0.1 if self.learning_rate.needs_validation else 0.0
+            fraction = 0.1 if self.decides_by_validation else 0.0
         return HoldOut(fraction, only_in_search=self.learning_rate.searches_first)
 
     @property

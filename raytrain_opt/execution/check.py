@@ -279,8 +279,7 @@ def _check_optimizers(section: OptimizerChoiceSection) -> list[Problem]:
 def _check_schedule(section: Any) -> list[Problem]:
     from raytrain_opt.search.factory import read_schedule
 
-    recorded = section.recorded
-    return [] if recorded is None else problems_of(lambda: read_schedule(recorded))
+    return problems_of(lambda: section.policy == "replay" and read_schedule(section.schedule))
 
 
 def _check_sampler(sections: Mapping[str, Any]) -> list[Problem]:
