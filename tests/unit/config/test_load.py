@@ -276,7 +276,7 @@ def test_later_overrides_win_and_the_mapping_stays_unchanged() -> None:
         ("epochs", "--set", "the form section.key=value"),
         ("=3", "--set", "the form section.key=value"),
         ("a..b=3", "--set", "the form section.key=value"),
-        ("a." * 9999 + "b=3", "--set", "at most 50 levels"),
+        ("a." * 9999 + "b=3", "--set", "with at most 50 levels"),
         ("name=x=y", "name", "(given: 'x=y')"),
         ("epochs=[", "--set epochs", "expected the node content"),
         ("epochs=!!int 3", "--set epochs", "tags"),
