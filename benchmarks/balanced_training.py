@@ -27,7 +27,7 @@ from raytrain_opt.clock import monotonic_s
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.models import build_model
 from raytrain_opt.results import Steps
-from raytrain_opt.train.data_parallel import distribute
+from raytrain_opt.train.data_parallel import DataParallel
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -153,7 +153,8 @@ def _rank(
             _job(workers, samples_per_worker, MICRO_BATCHES if run.by_speed else 1)
         )
         config = LearnerConfig.from_job(job)
-        learner = Learner(config, load_shared_data(config.data), torch.device("cpu"), distribute)
+        cpu = torch.device("cpu")
+        learner = Learner(config, load_shared_data(config.data), cpu, DataParallel)
         net = cast(SleepingNet, learner.model)
         net.seconds = run.case(rank, workers, seconds / samples_per_worker)
         _train(learner, WARM_UP if run.by_speed else 1)

@@ -170,7 +170,9 @@ def _measure(
     sampler: Sampler,
     steps_factor: int,
 ) -> Probe:
-    memory = _Memory(training.device, section.memory_reserve)
+    if training.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(training.device)
     loop = _Loop(training, batch_size)
     training.model.train()
     loop.run(_WARMUP_STEPS, _WARMUP_S)
@@ -184,7 +186,7 @@ def _measure(
         training.evaluate(batch_size)
     mean_s, error_s = mean_and_error(step_s)
     rate = batch_size / mean_s
-    why = memory.exhausted()
+    why = _missing_memory(training.device, section.memory_reserve)
     return Probe(
         batch_size,
         "out_of_memory" if why else "ok",
@@ -196,7 +198,7 @@ def _measure(
         utilization_pct=top_half_mean(utilization),
         utilization_mean_pct=fmean(utilization),
         utilization_samples=len(utilization),
-        peak_memory_mib=memory.peak_bytes() / _MIB,
+        peak_memory_mib=_peak_memory_bytes(training.device) / _MIB,
         why=why,
     )
 
@@ -276,33 +278,25 @@ def _is_precise(
     return precise and enough
 
 
-class _Memory:
-    """The memory that a probe takes: of the GPU, or without one, of the node."""
+def _peak_memory_bytes(device: torch.device) -> int:
+    """Return the peak of this process on a GPU; on CPU, what the process uses now."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    return int(psutil.Process().memory_info().rss)
 
-    def __init__(self, device: torch.device, reserve: float) -> None:
-        self._device, self._reserve = device, reserve
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device)
 
-    def peak_bytes(self) -> int:
-        """Return the peak of this process on a GPU; on CPU, what the process uses now."""
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_reserved(self._device)
-        return int(psutil.Process().memory_info().rss)
-
-    def exhausted(self) -> str:
-        """Return why less than the reserve is free; empty if enough is."""
-        if self._device.type == "cuda":
-            now_free, total = torch.cuda.mem_get_info(self._device)
-            # Less by what others use: the context, NCCL, a slot beside a worker.
-            free = now_free + torch.cuda.memory_reserved(self._device) - self.peak_bytes()
-        else:
-            memory = psutil.virtual_memory()
-            total, free = memory.total, memory.available
-        if free >= self._reserve * total:
-            return ""
-        return (
-            f"{free / _MIB:,.0f} of {total / _MIB:,.0f} MiB were free, less than "
-            f"memory_reserve: {self._reserve:g}"
-        )
+def _missing_memory(device: torch.device, reserve: float) -> str:
+    """Return why less than the reserve of the GPU's or the node's memory is free, or ""."""
+    if device.type == "cuda":
+        now_free, total = torch.cuda.mem_get_info(device)
+        # Less by what others use: the context, NCCL, a slot beside a worker.
+        free = now_free + torch.cuda.memory_reserved(device) - _peak_memory_bytes(device)
+    else:
+        memory = psutil.virtual_memory()
+        total, free = memory.total, memory.available
+    if free >= reserve * total:
+        return ""
+    return (
+        f"{free / _MIB:,.0f} of {total / _MIB:,.0f} MiB were free, less than "
+        f"memory_reserve: {reserve:g}"
+    )

@@ -44,8 +44,8 @@ from raytrain_opt.results import (
     TrainTotals,
 )
 from raytrain_opt.train import batch_norm
-from raytrain_opt.train.data_parallel import Parallel, aggregate_ranks, sum_over_ranks
-from raytrain_opt.train.evaluation import Evaluator
+from raytrain_opt.train.data_parallel import Parallel
+from raytrain_opt.train.evaluation import Evaluator, add_ranks
 from raytrain_opt.train.kernels import autocast_dtype, choose_kernels, compile_model, eager
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -356,7 +356,7 @@ class Learner:
 
         All ranks must call this together. Raises DataError.
         """
-        return aggregate_ranks(self.task, sum_over_ranks(part, self.device))
+        return add_ranks(self.task, part, self.device)
 
     def finish_phase(self, *, fresh: bool = False) -> None:
         """Let BatchNorm's running averages belong to the weights. Raises JobError if ranks differ.

@@ -24,7 +24,7 @@ from raytrain_opt.pools.worker import Worker
 from raytrain_opt.results import Steps
 from raytrain_opt.search.policy import Candidate, TryCandidates
 from raytrain_opt.train import phase_checks
-from raytrain_opt.train.data_parallel import Parallel, distribute
+from raytrain_opt.train.data_parallel import DataParallel, Parallel
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -114,7 +114,7 @@ def build(world_size: int, **changes: Any) -> Learner:
         **changes,
     }
     job = Job.model_validate(values)
-    connect = distribute if world_size > 1 else Parallel
+    connect = DataParallel if world_size > 1 else Parallel
     return Learner(LearnerConfig.from_job(job), load_shared_data(job.data), CPU, connect)
 
 

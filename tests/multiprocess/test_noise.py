@@ -19,7 +19,7 @@ from raytrain_opt.data import load_shared_data
 from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.results import Steps
 from raytrain_opt.train import gradient_noise
-from raytrain_opt.train.data_parallel import distribute
+from raytrain_opt.train.data_parallel import DataParallel
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -53,7 +53,7 @@ def build_learner(world_size: int, arrays: DatasetArrays | None, changes: Result
         "workers": {"count": world_size},
         **changes,
     }
-    return Learner(LearnerConfig.from_job(Job.model_validate(values)), arrays, CPU, distribute)
+    return Learner(LearnerConfig.from_job(Job.model_validate(values)), arrays, CPU, DataParallel)
 
 
 def compute_gradients(
