@@ -18,7 +18,6 @@ from raytrain_opt.config.learning_rate import (
 )
 from raytrain_opt.config.processes import SlotsSection, TimeoutsSection, WorkersSection
 from raytrain_opt.config.section import (
-    Args,
     BrokenRule,
     Duration,
     Float,
@@ -43,7 +42,7 @@ from raytrain_opt.config.updates import (
 from raytrain_opt.errors import JobError, Problem
 
 Precision = Literal["auto", "fp32", "fp32_strict", "bf16", "fp16"]
-Compile = Literal["auto", "off", "default", "max-autotune"]
+Compile = Literal["auto", "none", "default", "max-autotune"]
 CLASSIFICATION = "classification"
 
 
@@ -54,7 +53,7 @@ class ModelSection(NamedSection):
     """resnet8, cifar_resnet18, cifar_resnet45, cifar_resnet50, vgg16_bn, vgg16_one_bn (for small
     images), resnet45 (for large ones), small_cnn, a classification model of torchvision by its
     name there, or a function of your own as package.module:function; from Python also a module."""
-    args: Args = Field(default_factory=dict)
+    args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the model's constructor or function."""
     weights: Location | None = None
     """Weights to start from: a file (safetensors, or a state_dict of torch), a folder of timm
@@ -72,7 +71,7 @@ class TaskSection(NamedSection):
     name: NameOrInstance = CLASSIFICATION
     """classification, or package.module:Class with the methods training_loss and
     validation_metrics (from Python also an object); see tasks.md."""
-    args: Args = Field(default_factory=dict)
+    args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class."""
 
     @property
@@ -223,7 +222,7 @@ class Job(Section):
     """Use the channels_last memory format for images and convolutions."""
     compile: Compile = "auto"
     """torch.compile for the model, in its mode default or max-autotune (without CUDA graphs).
-    auto: default on GPUs for models with attention, else off. Compiled, dropout draws other
+    auto: default on GPUs for models with attention, else none. Compiled, dropout draws other
     random numbers."""
     workers: WorkersSection = Field(default_factory=WorkersSection)
     """The data-parallel training processes."""

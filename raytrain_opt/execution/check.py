@@ -279,7 +279,8 @@ def _check_optimizers(section: OptimizerChoiceSection) -> list[Problem]:
 def _check_schedule(section: Any) -> list[Problem]:
     from raytrain_opt.search.factory import read_schedule
 
-    return problems_of(lambda: section.policy == "replay" and read_schedule(section.schedule))
+    recorded = getattr(section, "schedule", None)
+    return [] if recorded is None else problems_of(lambda: read_schedule(recorded))
 
 
 def _check_sampler(sections: Mapping[str, Any]) -> list[Problem]:
