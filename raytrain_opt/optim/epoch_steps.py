@@ -137,7 +137,7 @@ def epoch_steps(
     ramp_sizes = {step.epoch: global_batch_size * step.factor for step in ramp}
     sizes = {"global_batch_size": global_batch_size}
     for i, step in enumerate(ramp):
-        sizes[f"batch_ramp.steps.{i}.factor"] = ramp_sizes[step.epoch]
+        sizes[f"batch_ramp.{i}.factor"] = ramp_sizes[step.epoch]
     for path, size in sizes.items():
         if size > train_size:
             rule = (

@@ -65,7 +65,7 @@ class SynchronousProgram:
 
         from raytrain_opt.pools.state_store import GroupObjectStore
         from raytrain_opt.pools.worker import Worker
-        from raytrain_opt.train.data_parallel import begin_communicator_warmup, distribute
+        from raytrain_opt.train.data_parallel import DataParallel, begin_communicator_warmup
         from raytrain_opt.train.learner import Learner
 
         device = ray.train.torch.get_device()
@@ -73,7 +73,7 @@ class SynchronousProgram:
 
         def join(model: nn.Module, section: ParallelSection) -> Parallel:
             connection.result()
-            return distribute(model, section)
+            return DataParallel(model, section)
 
         torch.set_num_threads(compute_threads(config.threads, context.get_local_world_size()))
         learner = Learner(*config.fetch_inputs(), device, join)

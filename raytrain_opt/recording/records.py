@@ -266,7 +266,6 @@ class BatchSizeProbeRecord(Record):
     utilization_mean_pct: Number = Field(description="Utilization: mean of all samples.")
     utilization_samples: int = Field(description="Utilization samples.")
     peak_memory_mib: Number = Field(description="Peak memory of the slot that probes.")
-    joule_per_sample: Number = Field(description="Energy per sample; null when not measured.")
     error: str = Field(description="Message of the out-of-memory error; otherwise empty.")
     pid: int | None = Field(None, description="Process that measured; null when it died.")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,9 +114,8 @@ class MinibatchSizeOptimizer:
         strategy = build_strategy(self.section, SizeBounds(largest, samples))
         probes: list[Probe] = []
         sampler = open_probe_sampler(self.section, training.device, torch.get_num_threads())
-        with closing(sampler):
-            while isinstance(proposal := strategy.propose(probes), ProbeRequest):
-                probes.append(measure(training, proposal.batch_size, self.section, sampler))
+        while isinstance(proposal := strategy.propose(probes), ProbeRequest):
+            probes.append(measure(training, proposal.batch_size, self.section, sampler))
         left = Updates.count(samples, proposal.batch_size, length)
         reason = f"{proposal.reason}; updates: {left}"
         return MinibatchChoice(proposal.batch_size, reason, tuple(probes))

@@ -20,7 +20,7 @@ from raytrain_opt.results import Steps
 from raytrain_opt.search.factory import build_policy
 from raytrain_opt.search.policy import Candidate, History, TryCandidates
 from raytrain_opt.train import gradient_noise
-from raytrain_opt.train.data_parallel import Parallel, distribute
+from raytrain_opt.train.data_parallel import DataParallel, Parallel
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.state import TrainingState
@@ -70,7 +70,7 @@ def ignore(_done: int, _total: int) -> None:
 def search(trainer: Slot | Worker, states: CountedStates, job: Job) -> dict[str, Any]:
     """Let the policy search; rank 0 tells the others what it decides, as the driver does."""
     info = trainer.learner.info
-    steps = epoch_steps(info.train_size, BATCH, job.batch_ramp.steps, info.search_size)
+    steps = epoch_steps(info.train_size, BATCH, job.batch_ramp, info.search_size)
     policy, history = build_policy(job, length_of(job), steps), History()
     start = states.put("initial", trainer.learner.state(copy=True))
     tried: list[Any] = []
@@ -143,7 +143,7 @@ def stopped_epoch(worker: Worker, states: CountedStates) -> dict[str, Any]:
 def run_rank(rank: int, world_size: int, folder: Path) -> Results:
     gradient_noise.MEASURE_EVERY = 2
     results: dict[str, Any] = {"worker": {}, "slot": {}}
-    connect = distribute if world_size > 1 else Parallel
+    connect = DataParallel if world_size > 1 else Parallel
     for model, work in ((plain_net, search), ("small_cnn", one_round)):
         job, states = make_job(model), CountedStates()
         config, cpu = LearnerConfig.from_job(job), torch.device("cpu")

@@ -15,7 +15,7 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.optim import muon
 from raytrain_opt.results import Steps
-from raytrain_opt.train.data_parallel import Parallel, distribute
+from raytrain_opt.train.data_parallel import DataParallel, Parallel
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -62,7 +62,7 @@ def counted(work: list[int]) -> Callable[..., Tensor]:
 def train(dtype: torch.dtype, rank: int, world_size: int) -> dict[str, Any]:
     """Train a phase, then a second one twice from the same state."""
     config = LearnerConfig.from_job(job())
-    parallel = distribute if world_size > 1 else Parallel
+    parallel = DataParallel if world_size > 1 else Parallel
     learner = Learner(config, load_shared_data(config.data), torch.device("cpu"), parallel)
     micro_batches = MicroBatches.all(MICRO_BATCHES)
     work: list[int] = []

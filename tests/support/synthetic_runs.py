@@ -164,7 +164,6 @@ def probe_line(probe: int, batch_size: int, **changes: Any) -> dict[str, Any]:
         "utilization_mean_pct": 50.0 + probe,
         "utilization_samples": 4,
         "peak_memory_mib": 100.0 + batch_size,
-        "joule_per_sample": None,
         "error": "",
         **changes,
     }
