@@ -61,15 +61,3 @@ def test_kinds_say_what_they_can_do() -> None:
     ]
     assert len(files) > 50
     assert not found
-
-
-def test_questions_are_found() -> None:
-    asked = (
-        'if job.parallel.mode == "async": pass',
-        'x = section.name in ("Muon", "LARS")',
-        "isinstance(data, ImageFolderData | ShardsData)",
-        "match data:\n case ShardsData(): pass",
-        'match policy:\n case "replay": pass',
-    )
-    assert [len(list(_questions(code))) for code in asked] == [1] * len(asked)
-    assert not list(_questions('x = split == "train" or isinstance(error, JobError)'))
