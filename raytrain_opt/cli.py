@@ -291,12 +291,14 @@ def export(run_dir: str, name: str, output: str | None, trust: bool) -> None:
 
     model = load_for("raytrain-opt export", run_dir, "cpu", trust)
     path = output or f"model.{exports.FORMATS[name].suffix}"
-    outputs, picture = exports.export(model, name, path)
+    picture = exports.first_test_image(run_dir)
+    outputs, difference = exports.export(model, name, path, picture)
     error = f"largest relative difference {outputs:.1g}" if outputs else "equal bits"
     _echo(f"{path}: {model.checkpoint}; its outputs match ({error})")
-    if picture is not None:
-        text = "a picture prepared as its metadata say has the probabilities of predict"
-        _echo(f"{text} (largest difference {picture:.1g})")
+    if difference is not None:
+        source = "a picture of the test set" if picture else "a made-up picture"
+        text = f"{source}, prepared as its metadata say, has the probabilities of predict"
+        _echo(f"{text} (largest difference {difference:.1g})")
 
 
 @main.command()
