@@ -3,9 +3,8 @@
 Each worker is a process with the product's learner, DDP over gloo and the gradients of ResNet-8
 (width 64, 1.2 million parameters). **Computing is simulated**: a forward pass sleeps in
 proportion to its samples, because 4 real computations on 2 cores would measure the cores. Every
-worker's equal share of a step takes `seconds` at speed 1. A slow network is a sleep between the
-all-reduce and the optimizer's step. The timer covers a phase of `steps` steps; `by_speed` has
-`MICRO_BATCHES` per worker, and measures the speeds in `WARM_UP` steps before.
+worker's equal share of a step takes `seconds` at speed 1. The timer covers a phase of `steps`
+steps; `by_speed` has `MICRO_BATCHES` per worker, and measures the speeds in `WARM_UP` steps first.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from random import Random
@@ -29,7 +27,7 @@ from raytrain_opt.clock import monotonic_s
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.models import build_model
 from raytrain_opt.results import Steps
-from raytrain_opt.train.data_parallel import distribute
+from raytrain_opt.train.data_parallel import DataParallel
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -43,11 +41,10 @@ Case = Callable[[int, int, float], Seconds]
 
 @dataclass(frozen=True)
 class Run:
-    """Training by workers as a case has them, with a slow exchange of gradients."""
+    """Training by workers as a case has them, with shares by speed or equal ones."""
 
     by_speed: bool
     case: Case
-    exchange_s: float = 0.0
 
 
 class SleepingNet(nn.Module):
@@ -156,11 +153,10 @@ def _rank(
             _job(workers, samples_per_worker, MICRO_BATCHES if run.by_speed else 1)
         )
         config = LearnerConfig.from_job(job)
-        learner = Learner(config, load_shared_data(config.data), torch.device("cpu"), distribute)
+        cpu = torch.device("cpu")
+        learner = Learner(config, load_shared_data(config.data), cpu, DataParallel)
         net = cast(SleepingNet, learner.model)
         net.seconds = run.case(rank, workers, seconds / samples_per_worker)
-        pause = partial(_pause, run.exchange_s)
-        learner.optimizer.register_step_pre_hook(pause)
         _train(learner, WARM_UP if run.by_speed else 1)
         dist.barrier()
         started_s, net.computed_s = monotonic_s(), 0.0
@@ -168,10 +164,6 @@ def _rank(
         results.append((monotonic_s() - started_s, net.computed_s))
     dist.destroy_process_group()
     return results
-
-
-def _pause(seconds: float, *_: object) -> None:
-    time.sleep(seconds)
 
 
 def _train(learner: Learner, steps: int) -> None:

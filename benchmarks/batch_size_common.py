@@ -103,10 +103,7 @@ class Training:
             scaler,
         )
         sampler = open_probe_sampler(section, self.device, torch.get_num_threads())
-        try:
-            return measure(training, batch_size, section, sampler)
-        finally:
-            sampler.close()
+        return measure(training, batch_size, section, sampler)
 
 
 def sgd_training(

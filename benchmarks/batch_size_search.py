@@ -173,7 +173,7 @@ def _gpu_sampler(device: torch.device) -> str:
     settings = {"strategy": "throughput_knee", "utilization": {"sampler": "nvml"}}
     section = ThroughputKneeSearch.model_validate(settings)
     try:
-        open_probe_sampler(section, device, torch.get_num_threads()).close()
+        open_probe_sampler(section, device, torch.get_num_threads())
     except ResourcesError as error:
         say(f"measuring the CPU's utilization instead: {error}")
         return "cpu"

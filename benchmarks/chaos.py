@@ -142,11 +142,6 @@ class Run:
     clock_error_s: float = 0.0
     marks: list[str] = field(default_factory=list)
 
-    @property
-    def role(self) -> str:
-        """What disturbs it."""
-        return self.outcome.role
-
     @cached_property
     def storage_path(self) -> str:
         """The folder or URI of the run directory."""

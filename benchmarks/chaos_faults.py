@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import psutil
 import ray
@@ -19,7 +19,10 @@ from ray.cluster_utils import Cluster
 
 from raytrain_opt.cluster.ray_private import read_placement_groups
 from tests.support.machines import Machines
-from tests.support.s3_server import Fault, S3Server, cut, delay, refuse
+from tests.support.s3_server import Fault, cut, delay, refuse
+
+if TYPE_CHECKING:
+    from benchmarks.chaos import Run
 
 # The process titles that Ray sets; the driver is the command itself.
 TITLES = {
@@ -34,22 +37,6 @@ ROLES = (*TITLES, "driver", "sigterm", "connection", "full_disk", "clock", "stor
 CLOCK_ERROR_S = 10 * 86400
 # Bytes of the small file system: a run of the quickstart needs a tenth.
 SMALL_DISK = 64 * 2**20
-
-
-class Run(Protocol):
-    """What a fault needs of a run; see `chaos.Run`."""
-
-    clock_error_s: float
-    server: S3Server | None
-    nodes: Nodes | None
-
-    @property
-    def role(self) -> str: ...
-
-    @property
-    def ballast(self) -> Path: ...
-
-    def processes(self) -> list[psutil.Process]: ...
 
 
 @dataclass(frozen=True)
@@ -89,7 +76,7 @@ class Nodes:
 
 def disturb_once(run: Run, command: subprocess.Popen[bytes], chance: random.Random) -> bool:
     """Disturb the run once, by its role; return whether there was something to disturb."""
-    role = run.role
+    role = run.outcome.role
     if role == "clock":
         run.clock_error_s = chance.uniform(-CLOCK_ERROR_S, CLOCK_ERROR_S)
     if role == "full_disk":

@@ -268,7 +268,6 @@ def summary(table: Table) -> dict[str, Any]:
         "ours_minus_cosine_default_points": ("cosine_default",),
         "ours_minus_everything_points": ("everything",),
         "ours_minus_users_points": ("users",),
-        "ours_minus_sgd_grid_points": ("cosine_oracle", "linear_oracle"),
         "ours_minus_schedulefree_points": ("schedulefree_default", "schedulefree_oracle"),
     }
     means: dict[str, Any] = {}

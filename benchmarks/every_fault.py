@@ -1,7 +1,7 @@
 """A run that is disturbed at every step, every command and every file operation, and resumed.
 
     python -m benchmarks.every_fault [--quick] [--policies POLICY ...] [--processes 2]
-        [--actions ACTION ...]
+        [--actions ACTION ...] [--every N]
 
 The job trains 200 steps in one process, without Ray: a network with BatchNorm and dropout, Muon,
 an average of weights, searches, evaluations and checkpoints. Places at which it is disturbed are
@@ -217,7 +217,7 @@ def job_of(policy: str, data: Path, folder: Path) -> Job:
             "global_batch_size": BATCH,
             "learning_rate": {"policy": policy, "initial": 0.1, **POLICIES[policy]},
             "optimizer": "Muon",
-            "average": {"decay": 0.5},
+            "average": 0.5,
             "workers": {"count": 1, "threads": 1},
             "storage_path": str(folder),
             "resume": "auto",
@@ -280,9 +280,10 @@ class Undisturbed:
         places = json.loads((folder / "places.json").read_text())
         return cls(digest_of(folder), watch.steps, places)
 
-    def faults(self, actions: Sequence[str], *, quick: bool) -> list[Fault]:
-        """Return each action at each place; `quick`: once for each kind of place."""
+    def faults(self, actions: Sequence[str], every: int, *, quick: bool) -> list[Fault]:
+        """Return each action at each n-th place, or once for each kind of place (`quick`)."""
         places = [(place, n + 1) for place, times in self.places.items() for n in range(times)]
+        places = places[::every]
         if quick:
             places = list({place.split()[0]: (place, n) for place, n in places}.values())
         return [
@@ -335,7 +336,7 @@ def main() -> None:
             with (folder / "warm-up.txt").open("w") as log, mock.patch.object(sys, "stdout", log):
                 run(job_of(policy, data, folder / "warm-up"), in_process=True)
             undisturbed = Undisturbed.train(policy, data, folder)
-            faults = undisturbed.faults(args.actions, quick=args.quick)
+            faults = undisturbed.faults(args.actions, args.every, quick=args.quick)
             with get_context("fork").Pool(args.processes) as pool:
                 one = partial(disturb, policy, data, undisturbed)
                 for done, outcome in enumerate(pool.imap_unordered(one, faults), start=1):
@@ -366,6 +367,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one place of each kind")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--actions", nargs="+", choices=ACTIONS, default=ACTIONS)
+    parser.add_argument("--every", type=int, default=1, help="only each N-th place")
     parser.add_argument("--processes", type=int, default=2, help="runs at the same time")
     return parser.parse_args()
 

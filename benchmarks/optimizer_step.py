@@ -3,13 +3,13 @@
     python -m benchmarks.optimizer_step lars|muon [--device cuda] [--rounds 7] [--threads 1]
         [--torch]
 
-lars    ours         raytrain_opt.optim.LARS; biases and normalization in their own group (107 of
+lars    ours         `large_batch.LARS`; biases and normalization in their own group (107 of
                      161 tensors)
         literal      the same formula in plain Python, a layer at a time (tests/support)
         timm         timm.optim.lars.Lars, foreach, the same groups (needs timm)
         sgd          torch.optim.SGD, foreach, one group: a training without LARS
         sgd_fused    the same, fused
-muon    ours         raytrain_opt.optim.Muon: 54 matrices of 21 shapes, SGD for 107 other tensors
+muon    ours         `muon.Muon`: 54 matrices of 21 shapes, SGD for 107 other tensors
         loop         the same with one group per tensor: every matrix computed alone
         torch        torch.optim.Muon on the flattened matrices, torch.optim.SGD for the others,
                      in bfloat16: many CPUs need minutes, so there only with --torch, and once
@@ -40,8 +40,9 @@ import torchvision
 from torch import nn
 
 from benchmarks.common import machine
-from raytrain_opt.optim import LARS, Muon
 from raytrain_opt.optim.factory import parameter_groups
+from raytrain_opt.optim.large_batch import LARS
+from raytrain_opt.optim.muon import Muon
 from raytrain_opt.recording.recorder import versions
 
 MOMENTUM = 0.9

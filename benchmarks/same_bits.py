@@ -39,7 +39,7 @@ from raytrain_opt.data import load_shared_data
 from raytrain_opt.optim.epoch_steps import ramp_factor
 from raytrain_opt.results import Steps
 from raytrain_opt.train import micro_batches
-from raytrain_opt.train.data_parallel import Parallel, distribute
+from raytrain_opt.train.data_parallel import DataParallel, Parallel
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -62,11 +62,11 @@ class Transformer(nn.Module):
 
 
 JOBS: dict[str, dict[str, Any]] = {
-    "batch norm": {"optimizer": "Muon", "average": {"decay": 0.5}},
+    "batch norm": {"optimizer": "Muon", "average": 0.5},
     "transformer": {"model": Transformer, "optimizer": {"name": "AdamW", "clip_norm": 0.1}},
     "growing batch": {
         "optimizer": "LARS",
-        "batch_ramp": {"steps": [{"epoch": 2, "factor": 2}]},
+        "batch_ramp": [{"epoch": 2, "factor": 2}],
         "parallel": {"micro_batches": MICRO_BATCHES, "compression": "bf16"},
     },
     "uneven": {"data": {"name": "digits", "drop_last": False}},
@@ -121,7 +121,7 @@ def train_cell(name: str, stages: Sequence[Stage], steps: int) -> str:
 
 def _train(rank: int, name: str, stage: Stage, steps: int, number: int, folder: str) -> None:
     """Continue from the state in the folder, and leave the new one there."""
-    file, connect = Path(folder) / "state", distribute if stage.workers else Parallel
+    file, connect = Path(folder) / "state", DataParallel if stage.workers else Parallel
     torch.set_num_threads(1)  # equal bits need equal kernels
     if stage.workers:
         join(rank, stage.workers, Path(folder) / f"meeting-{number}")
@@ -149,7 +149,7 @@ def _train(rank: int, name: str, stage: Stage, steps: int, number: int, folder: 
 def _phase(learner: Learner, phase: int, steps: int) -> tuple[float, ...]:
     """Train the last steps of an epoch."""
     config = learner.config
-    size = config.global_batch_size * ramp_factor(config.batch_ramp.steps, phase + 1)
+    size = config.global_batch_size * ramp_factor(config.batch_ramp, phase + 1)
     in_epoch = learner.info.train_size / size
     end = int(in_epoch) if config.data.drop_last else -int(-in_epoch // 1)
     trained = Steps(end - steps, tuple(0.05 / (1 + phase + step) for step in range(steps)))
@@ -194,7 +194,7 @@ def _time_steps(rank: int, workers: int, pairs: int, folder: str) -> None:
     join(rank, workers, Path(folder) / "meeting")
     torch.manual_seed(0)
     models = [cifar_resnet18(num_classes=10, sample_shape=(3, 32, 32)) for _ in range(2)]
-    tree = distribute(models[0], ParallelSection())
+    tree = DataParallel(models[0], ParallelSection())
     tree.begin_phase(0, MicroBatches.all(workers), lambda loss: loss)
     plain = DistributedDataParallel(models[1], gradient_as_bucket_view=True)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.01, foreach=True) for m in models]

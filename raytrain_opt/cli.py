@@ -6,6 +6,7 @@ import atexit
 import json
 import signal
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -20,21 +21,6 @@ from raytrain_opt.user_code import exits_as_errors
 if TYPE_CHECKING:
     from raytrain_opt.config.schema import Job
 
-# Listed by --help in this order, with these texts.
-_COMMANDS = {
-    "init": "Write a job file for a folder of data.",
-    "validate": "Check a job file and its data.",
-    "run": "Train a job, or resume a run.",
-    "find-batch-size": "Find the batch size for a job by probes.",
-    "runs": "List the runs of a storage.",
-    "report": "Write the report of a run, or compare runs.",
-    "evaluate": "Compute the errors of finished runs.",
-    "predict": "Print the most probable classes of images.",
-    "export": "Write the network of a run as one file.",
-    "shard": "Pack an image folder into tar files.",
-    "doctor": "Check a cluster before paying for a run.",
-    "schema": "Print the JSON schema of job files.",
-}
 _job_file = click.argument("job_file", metavar="JOB.yaml")
 _optional_job_file = click.argument("job_file", metavar="[JOB.yaml]", required=False)
 _overrides = click.option(
@@ -54,7 +40,6 @@ _trust = click.option(
 )
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
 _run_dirs = click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True)
-_verbose = click.option("--verbose", is_flag=True, help="Show Ray's own messages and tracebacks.")
 
 
 class _Command(click.Command):
@@ -65,13 +50,11 @@ class _Command(click.Command):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.short_help = _COMMANDS[str(self.name)]
-        self._takes_verbose = any(option.name == "verbose" for option in self.params)
-        if not self._takes_verbose:
-            self.params.append(click.Option(["--verbose"], is_flag=True, help="Show tracebacks."))
+        text = "Show tracebacks, and the messages of Ray."
+        self.params.append(click.Option(["--verbose"], is_flag=True, help=text))
 
     def invoke(self, ctx: click.Context) -> Any:
-        verbose = ctx.params["verbose"] if self._takes_verbose else ctx.params.pop("verbose")
+        ctx.meta["verbose"] = verbose = ctx.params.pop("verbose")
         try:
             with exits_as_errors():
                 code = super().invoke(ctx)
@@ -93,18 +76,47 @@ class _Command(click.Command):
 
 
 class _Group(click.Group):
-    """Lists commands in the order of use."""
+    """Lists commands in the order of this file, which is that of their use."""
 
     command_class = _Command
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_COMMANDS)
+        return list(self.commands)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="raytrain_opt", prog_name="raytrain-opt")
 def main() -> None:
     """Data-parallel PyTorch training on Ray that finds optimizer, learning rate and batch size."""
+
+
+@main.command()
+@click.argument("folder", default=".", type=click.Path(exists=True, file_okay=False))
+@click.option("--output", default="job.yaml", show_default=True, help="The job file to write.")
+@click.option(
+    "--label-column", metavar="NAME", help="The column of a CSV file with the class of each image."
+)
+def init(folder: str, output: str, label_column: str | None) -> None:
+    """Write a job file for a folder of data.
+
+    Example: raytrain-opt init photos --output photos.yaml
+    """
+    from raytrain_opt.commands.init import init as write_job
+
+    write_job(Path(folder), Path(output), _echo, label_column)
+
+
+@main.command()
+@_job_file
+@_overrides
+def validate(job_file: str, overrides: tuple[str, ...]) -> None:
+    """Check a job file and its data; nothing is downloaded.
+
+    Example: raytrain-opt validate jobs/quickstart.yaml
+    """
+    from raytrain_opt.commands.validate import validate as validate_job
+
+    _echo(validate_job(_load_job(job_file, overrides), job_file))
 
 
 @main.command()
@@ -116,7 +128,6 @@ def main() -> None:
 @click.option(
     "--in-process", is_flag=True, help="Train in one process without Ray, for a debugger."
 )
-@_verbose
 def run(
     job_file: str | None,
     overrides: tuple[str, ...],
@@ -124,7 +135,7 @@ def run(
     trust: bool,
     **options: Any,
 ) -> None:
-    """Train a job, or resume an interrupted run (--resume).
+    """Train a job, or resume an interrupted run.
 
     Example: raytrain-opt run jobs/quickstart.yaml --set epochs=4
     """
@@ -145,7 +156,9 @@ def run(
     # Imported after the job is known to be well-formed: this loads Ray.
     from raytrain_opt.driver import run as run_job
 
-    run_job(job, resume=resume, started_s=clock.PROCESS_STARTED_S, **options)
+    run_job(
+        job, resume=resume, started_s=clock.PROCESS_STARTED_S, verbose=_is_verbose(), **options
+    )
     # The training is finished, and nothing after that changes its exit code 0.
     for number in (signal.SIGTERM, signal.SIGHUP):
         atexit.register(signal.signal, number, signal.SIG_IGN)
@@ -156,9 +169,8 @@ def run(
 @_overrides
 @click.option("--fresh", is_flag=True, hidden=True, expose_value=False)  # every search is one
 @_address
-@_verbose
-def find_batch_size(job_file: str, overrides: tuple[str, ...], **options: Any) -> None:
-    """Find the batch size for a job by probes, without training.
+def find_batch_size(job_file: str, overrides: tuple[str, ...], address: str | None) -> None:
+    """Find the batch size for a job by probes.
 
     Example: raytrain-opt find-batch-size jobs/digits_batch_size.yaml
     """
@@ -167,15 +179,29 @@ def find_batch_size(job_file: str, overrides: tuple[str, ...], **options: Any) -
     from raytrain_opt.execution.batch_size import find_batch_size as find
     from raytrain_opt.storage import is_remote, join
 
-    file = join(find(job, **options).run_dir, "job.yaml")
+    file = join(find(job, address=address, verbose=_is_verbose()).run_dir, "job.yaml")
     copy, name = (f"copy {file} here, then ", "job.yaml") if is_remote(file) else ("", quote(file))
     _echo(f"train with this batch size: {copy}raytrain-opt run {name}")
 
 
 @main.command()
+@click.argument("storage", default="runs")
+def runs(storage: str) -> None:
+    """List the runs of a storage, newest first.
+
+    STORAGE is a folder or a URI; default: runs.
+
+    Example: raytrain-opt runs s3://BUCKET/runs
+    """
+    from raytrain_opt.commands.runs import list_runs, print_runs
+
+    print_runs(storage, list_runs(storage))
+
+
+@main.command()
 @click.argument("run_dir")
 def report(run_dir: str) -> None:
-    """Write the report of a run, RUN_DIR/report.html, with its plots.
+    """Write the report of a run: RUN_DIR/report.html.
 
     Example: raytrain-opt report runs/RUN
     """
@@ -185,60 +211,14 @@ def report(run_dir: str) -> None:
 
 
 @main.command()
-@click.argument("storage", default="runs")
-@_json
-def runs(storage: str, as_json: bool) -> None:
-    """List the runs below STORAGE, a folder or a URI, newest first. Default: runs.
-
-    Example: raytrain-opt runs s3://BUCKET/runs
-    """
-    from raytrain_opt.commands.runs import list_runs, print_runs
-
-    listed = list_runs(storage)
-    if as_json:
-        click.echo(json.dumps([run.to_json() for run in listed], indent=2))
-    else:
-        print_runs(storage, listed)
-
-
-@main.command()
-@_optional_job_file
-@_overrides
-@_address
-def doctor(job_file: str | None, overrides: tuple[str, ...], address: str | None) -> int:
-    """Check a cluster (and optionally a job) before paying for a run.
-
-    Example: raytrain-opt doctor jobs/quickstart.yaml --address auto
-    """
-    job = _load_job(job_file, overrides) if job_file is not None else None
-
-    from raytrain_opt.commands.doctor import diagnose
-
-    return diagnose(job, address)
-
-
-@main.command()
-@_job_file
-@_overrides
-def validate(job_file: str, overrides: tuple[str, ...]) -> None:
-    """Check a job file and its data, without training or downloading anything.
-
-    Example: raytrain-opt validate jobs/quickstart.yaml
-    """
-    from raytrain_opt.commands.validate import validate as validate_job
-
-    _echo(validate_job(_load_job(job_file, overrides), job_file))
-
-
-@main.command()
 @_run_dirs
 @click.option("--ensemble", is_flag=True, help="Also evaluate the mean of their probabilities.")
 @_json
 @_trust
 def evaluate(run_dirs: tuple[str, ...], ensemble: bool, as_json: bool, trust: bool) -> None:
-    """Compute the top-1 and top-5 error of finished runs or of single checkpoints.
+    """Compute the top-1 and top-5 error of finished runs.
 
-    A single checkpoint is RUN_DIR/checkpoints/NAME.
+    RUN_DIR/checkpoints/NAME is a single checkpoint.
 
     Example: raytrain-opt evaluate runs/quickstart-* --ensemble
     """
@@ -247,7 +227,7 @@ def evaluate(run_dirs: tuple[str, ...], ensemble: bool, as_json: bool, trust: bo
     evaluation = evaluate_runs(run_dirs, ensemble=ensemble, trust=trust)
     for note in evaluation.notes:
         _echo(note, err=True)
-    _echo(json.dumps(evaluation.to_json()) if as_json else "\n".join(evaluation.lines()))
+    _echo(json.dumps(asdict(evaluation)) if as_json else "\n".join(evaluation.lines()))
 
 
 @main.command()
@@ -256,7 +236,7 @@ def evaluate(run_dirs: tuple[str, ...], ensemble: bool, as_json: bool, trust: bo
 @_json
 @_trust
 def predict(run_dir: str, images: tuple[str, ...], as_json: bool, trust: bool) -> int:
-    """Print the three most probable classes of images, and their probabilities.
+    """Print the three most probable classes of images.
 
     RUN is a run directory, a URI, or RUN_DIR/checkpoints/NAME; images are files or folders. Ends
     with 1 if a file is not an image.
@@ -282,7 +262,7 @@ def predict(run_dir: str, images: tuple[str, ...], as_json: bool, trust: bool) -
 @click.option("--output", metavar="FILE", help="Default: model.SUFFIX in this directory.")
 @_trust
 def export(run_dir: str, name: str, output: str | None, trust: bool) -> None:
-    """Export a run's network to one file and check that its outputs match.
+    """Write the network of a run as one file, and check it.
 
     Example: raytrain-opt export runs/quickstart-* --format torch_export --output digits.pt2
     """
@@ -305,9 +285,9 @@ def export(run_dir: str, name: str, output: str | None, trust: bool) -> None:
 @click.argument("folder", type=click.Path(exists=True, file_okay=False))
 @click.argument("output")
 def shard(folder: str, output: str) -> None:
-    """Pack the image folders FOLDER/<split>/<class> into tar files below OUTPUT, a folder or URI.
+    """Pack an image folder into tar files.
 
-    A file has about 256 MiB.
+    FOLDER/<split>/<class>/* go to files of about 256 MiB below OUTPUT, a folder or a URI.
 
     Example: raytrain-opt shard /data/imagenet s3://bucket/imagenet
     """
@@ -318,19 +298,19 @@ def shard(folder: str, output: str) -> None:
 
 
 @main.command()
-@click.argument("folder", default=".", type=click.Path(exists=True, file_okay=False))
-@click.option("--output", default="job.yaml", show_default=True, help="The job file to write.")
-@click.option(
-    "--label-column", metavar="NAME", help="The column of a CSV file with the class of each image."
-)
-def init(folder: str, output: str, label_column: str | None) -> None:
-    """Write a job file for the images or arrays in FOLDER, by default this directory.
+@_optional_job_file
+@_overrides
+@_address
+def doctor(job_file: str | None, overrides: tuple[str, ...], address: str | None) -> int:
+    """Check a cluster, or a job on it, before paying for a run.
 
-    Example: raytrain-opt init photos --output photos.yaml
+    Example: raytrain-opt doctor jobs/quickstart.yaml --address auto
     """
-    from raytrain_opt.commands.init import init as write_job
+    job = _load_job(job_file, overrides) if job_file is not None else None
 
-    write_job(Path(folder), Path(output), _echo, label_column)
+    from raytrain_opt.commands.doctor import diagnose
+
+    return diagnose(job, address)
 
 
 @main.command()
@@ -346,6 +326,10 @@ def schema() -> None:
 
 def _echo(text: str, *, err: bool = False) -> None:
     click.echo(printable(text), err=err)
+
+
+def _is_verbose() -> bool:
+    return bool(click.get_current_context().meta["verbose"])
 
 
 def _load_job(job_file: str, overrides: tuple[str, ...]) -> Job:

@@ -245,7 +245,6 @@ class Probe:
     utilization_mean_pct: float = math.nan  # of all
     utilization_samples: int = 0
     peak_memory_mib: float = math.nan
-    joule_per_sample: float | None = None
     why: str = ""  # memory ran out
 
     @property

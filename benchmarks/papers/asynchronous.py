@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -96,7 +97,7 @@ def ensembles(root: Path, seeds: int, epochs: int) -> dict[str, Any]:
             run(Job.model_validate({**job, "storage_path": folder}), in_process=True)
             for job in jobs
         ]
-        return evaluate_runs([result.run_dir for result in runs], ensemble=True).to_json()
+        return asdict(evaluate_runs([result.run_dir for result in runs], ensemble=True))
 
 
 def _line(by_count: Mapping[int, Mapping[str, float]]) -> str:

@@ -96,7 +96,7 @@ _RMSPROP = (
     "rmsprop_scale: 0.0012}}"
 )
 _GROWTH = (
-    f"batch_ramp.steps=[{{epoch: {EPOCHS // 3 + 1}, factor: 2}}, "
+    f"batch_ramp=[{{epoch: {EPOCHS // 3 + 1}, factor: 2}}, "
     f"{{epoch: {2 * EPOCHS // 3 + 1}, factor: 4}}]"
 )
 

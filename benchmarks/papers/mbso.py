@@ -134,10 +134,7 @@ class Probed:
         section = (job or self.job).batch_size_search
         assert section is not None
         sampler = open_probe_sampler(section, self.learner.device, 1)
-        try:
-            return measure(probed_training(self.learner), size, section, sampler)
-        finally:
-            sampler.close()
+        return measure(probed_training(self.learner), size, section, sampler)
 
     def search(self, strategy: str, initial: int, max_loops: int) -> list[Probe]:
         """Search as the job's strategy, or the other one, does; the last probe is the choice's."""

@@ -25,6 +25,7 @@ from raytrain_opt.async_training.scheduler import EpochPhase, MicroBatchDone, Ss
 from raytrain_opt.cluster.connection import alive_nodes, on_driver_node
 from raytrain_opt.data.base import DataInfo
 from raytrain_opt.pools.mailbox import Signal
+from raytrain_opt.pools.programs import ResidentConfig, SynchronousProgram
 from raytrain_opt.recording.records import StalenessRecord
 from raytrain_opt.results import TrainTotals
 from raytrain_opt.threads import compute_threads
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from ray.train import TrainContext
 
     from raytrain_opt.async_training.weight_shard import WeightShard
-    from raytrain_opt.pools.programs import ResidentConfig
     from raytrain_opt.pools.resident import Group, Handler
     from raytrain_opt.train.state import TrainingState
 
@@ -238,8 +238,8 @@ def parameter_server(
 
 
 @dataclass(frozen=True)
-class AsynchronousWorkers:
-    """Workers that train against a parameter server; implements `WorkerProgram`."""
+class AsynchronousProgram(SynchronousProgram):
+    """A program whose workers train against a parameter server."""
 
     server: ServerHandles
     forms_group: ClassVar[bool] = False

@@ -58,7 +58,7 @@ class EpochPhase:
 
 def epoch_phase(config: LearnerConfig, command: MainTrain) -> EpochPhase:
     """Return the phase of a command with the learners' settings."""
-    factor = ramp_factor(config.batch_ramp.steps, command.epoch)
+    factor = ramp_factor(config.batch_ramp, command.epoch)
     return EpochPhase(
         id=f"{command.epoch}.{command.steps.first}-{command.steps.end}",
         epoch=command.epoch,

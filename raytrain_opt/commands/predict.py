@@ -8,7 +8,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import obstore
@@ -46,21 +45,13 @@ class Prediction:
         return f"{self.image}  {self.error or '  '.join(texts)}"
 
 
-@dataclass(frozen=True)
-class _ImageFile:
-    """An image `path` below `folder`, a storage path; `name` as the user knows it."""
-
-    name: str
-    folder: str
-    path: str
-
-    def read(self) -> bytes:
-        if not storage.is_remote(self.folder):
-            return read_image_file(Path(self.folder, self.path))
-        content = storage.read(self.folder, self.path)
-        if content is None:
-            raise FileNotFoundError("there is no such file")
-        return content
+def _read(image: str) -> bytes:
+    if not storage.is_remote(image):
+        return read_image_file(storage.local_path(image))
+    content = storage.read(*storage.split(image))
+    if content is None:
+        raise FileNotFoundError("there is no such file")
+    return content
 
 
 def print_predictions(model: TrainedModel, images: Sequence[str], *, as_json: bool) -> bool:
@@ -95,39 +86,34 @@ def predict(model: TrainedModel, images: Sequence[str]) -> Iterator[Prediction]:
         yield from _predict_batch(model, files[start : start + _BATCH_SIZE])
 
 
-def _predict_batch(model: TrainedModel, files: Sequence[_ImageFile]) -> Iterator[Prediction]:
+def _predict_batch(model: TrainedModel, files: Sequence[str]) -> Iterator[Prediction]:
     inputs: dict[str, torch.Tensor] = {}
     errors: dict[str, str] = {}
     for file in files:
         try:
-            inputs[file.name] = model.preprocess([file.read()])
+            inputs[file] = model.preprocess([_read(file)])
         except Exception as error:  # noqa: BLE001 - a damaged file makes a decoder raise anything
             reason = error.strerror if isinstance(error, OSError) else None
-            errors[file.name] = f"cannot be read: {reason or error}"
+            errors[file] = f"cannot be read: {reason or error}"
     probabilities = model.classify(torch.cat([*inputs.values()])).tolist() if inputs else []
     rows = dict(zip(inputs, probabilities, strict=True))
     for file in files:
-        ranked = sorted(
-            zip(model.class_names, rows.get(file.name, ()), strict=False),
-            key=lambda pair: -pair[1],
-        )
-        yield Prediction(file.name, tuple(ranked[:_CLASSES_SHOWN]), errors.get(file.name))
+        pairs = zip(model.class_names, rows.get(file, ()), strict=False)
+        ranked = sorted(pairs, key=lambda pair: -pair[1])
+        yield Prediction(file, tuple(ranked[:_CLASSES_SHOWN]), errors.get(file))
 
 
-def _find_images(argument: str, left_out: Counter[str]) -> list[_ImageFile]:
+def _find_images(argument: str, left_out: Counter[str]) -> list[str]:
     try:
         if storage.is_remote(argument):
             objects = obstore.list(storage.open_store(argument))
             paths = [entry["path"] for chunk in objects for entry in chunk]
-            names = []
-            for path in paths:
-                kind = left_out_kind(path)
-                left_out[kind] += bool(kind)
-                names += [] if kind else [path]
+            left_out.update(kind for path in paths if (kind := left_out_kind(path)))
+            names = [path for path in paths if not left_out_kind(path)]
         else:
             root = storage.local_path(argument)
             if root.is_file():
-                return [_ImageFile(argument, str(root.parent), root.name)]
+                return [argument]
             images = image_paths(root, left_out) if root.is_dir() else ()
             names = [os.path.relpath(path, root) for path, _ in images]
     except storage.STORAGE_ERRORS as error:
@@ -136,4 +122,4 @@ def _find_images(argument: str, left_out: Counter[str]) -> list[_ImageFile]:
     if not names:
         rule = f"is neither a file nor a folder with files {', '.join(SUFFIXES)}"
         raise JobError([Problem("IMAGE", rule, repr(argument))], "arguments")
-    return [_ImageFile(storage.join(argument, name), argument, name) for name in sorted(names)]
+    return [storage.join(argument, name) for name in sorted(names)]

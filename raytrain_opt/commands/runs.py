@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -54,23 +54,6 @@ class ListedRun:
     epochs: int | None = None
     duration_s: float | None = None
     search_fraction: float | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the run for scripts."""
-        latest = self.latest
-        return {
-            "run_dir": self.run_dir,
-            "started_utc": self.started.isoformat(),
-            "state": self.state,
-            "epochs_done": latest.epoch if latest else 0,
-            "epochs": self.epochs,
-            "metric": latest.metric.name if latest and latest.metric else None,
-            "test_metric": latest.test_metric if latest else None,
-            "duration_s": self.duration_s,
-            "search_fraction": self.search_fraction,
-            "optimizer": latest.optimizer if latest else None,
-            "lr_peak": latest.lr_peak if latest else None,
-        }
 
     def cells(self) -> list[str]:
         """Return a row of the table."""

@@ -16,7 +16,7 @@ class UtilizationSection(Section):
     sampler: Literal["auto", "nvml", "cpu"] = "auto"
     """nvml: utilization of the GPU; cpu: CPU time of the probe's process divided by the time of
     its threads; auto: nvml on a GPU, else cpu (not for gpu_usage_maximize)."""
-    period_s: Annotated[float, Field(ge=0.05, allow_inf_nan=False)] = 1.0
+    period_s: Annotated[PositiveFloat, Field(ge=0.05)] = 1.0
     """Seconds between samples (1 s in the paper)."""
 
 
@@ -58,7 +58,7 @@ class ThroughputKneeSearch(_BatchSizeSearch):
     weighs_noise: ClassVar[bool] = True
 
     strategy: Literal["throughput_knee"]
-    tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.02
+    tolerance: Annotated[PositiveFloat, Field(lt=1)] = 0.02
     """Fraction of the best objective to give up for a smaller batch size: of samples/s or, where a
     finished run of this name, model, data and loss below storage_path measured the gradient noise
     scale, of goodput. That is samples/s times the progress per sample, which falls as the global
@@ -78,7 +78,7 @@ class GpuUsageMaximizeSearch(_Published):
     needs_utilization: ClassVar[bool] = True
 
     strategy: Literal["gpu_usage_maximize"]
-    target_pct: Annotated[float, Field(gt=0, le=100)] = 99.0
+    target_pct: Annotated[PositiveFloat, Field(le=100)] = 99.0
     """Target utilization in percent: mean of the upper half of the samples."""
 
 

@@ -9,12 +9,15 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 from pydantic import Discriminator, Field, Tag
 
 from raytrain_opt.config.section import (
+    Args,
     BrokenRule,
+    Float,
     Fraction,
     Location,
     NamedSection,
     NameOrFunction,
     NameOrInstance,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
     Section,
@@ -34,10 +37,10 @@ class BatchAugment(Section):
     """torchvision's RandAugment or TrivialAugmentWide, for uint8 images of 1 or 3 channels."""
     random_erasing: Fraction = 0.0
     """Probability that a box of 2 to 33 % of an image is erased."""
-    mixup: Annotated[float, Field(ge=0, le=100)] = 0.0
+    mixup: Annotated[NonNegativeFloat, Field(le=100)] = 0.0
     """alpha of Beta(alpha, alpha), e.g. 0.2, for floats and images. 0: no mixup. A sample is mixed
     with one of its own micro-batch, so results differ with the number of workers."""
-    cutmix: Annotated[float, Field(ge=0, le=100)] = 0.0
+    cutmix: Annotated[NonNegativeFloat, Field(le=100)] = 0.0
     """alpha as for mixup, e.g. 1. 0: no cutmix. With both, each half of the steps."""
 
     @property
@@ -110,7 +113,7 @@ class _DataSection(NamedSection):
     drop_last: bool = True
     """Leave out the samples of an epoch that do not fill a global batch; they differ from epoch to
     epoch. false: they are a last, smaller update."""
-    normalize: Literal["auto", "none"] | tuple[list[float], list[float]] = "auto"
+    normalize: Literal["auto", "none"] | tuple[list[Float], list[Float]] = "auto"
     """auto: use the mean and standard deviation of each channel over the training set (for
     image_folder those of ImageNet; float arrays are not normalized). none: do not normalize.
     [[means], [deviations]]: use these, for values scaled to 0..1."""
@@ -176,7 +179,7 @@ class LoaderSection(_DataSection):
     download: ClassVar[bool] = False
     on_nodes: ClassVar[bool] = True
 
-    loader_workers: Literal["auto"] | Annotated[int, Field(ge=0, le=256)] = "auto"
+    loader_workers: Literal["auto"] | Annotated[NonNegativeInt, Field(le=256)] = "auto"
     """Loader processes per worker and slot; 0: load in the process itself. auto: 2, and more when
     loading a batch takes longer than computing one, up to its compute threads
     (workers.threads)."""
@@ -252,7 +255,7 @@ class DatasetData(LoaderSection):
 
     name: NameOrInstance
     """package.module:function; from Python also the two Datasets."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: Args = Field(default_factory=dict)
     """Keyword arguments of the function."""
     num_classes: PositiveInt | None = None
     """Default: num_classes or len(classes) of the training Dataset."""

@@ -150,7 +150,7 @@ class StptPolicy(_Policy):
     ) = "mix"
     """Multipliers of the base rate: a set of the paper, its Mix schedule (boundaries scaled to the
     number of epochs), or a list of your own."""
-    alpha: PositiveInt | Annotated[float, Field(gt=0, le=1)] = 0.08
+    alpha: PositiveInt | Annotated[PositiveFloat, Field(le=1)] = 0.08
     """Length of a candidate's training: steps (200) or part of an epoch (0.08)."""
     candidate_batch: CandidateBatch = "global"
     """global: a candidate trains on the full global batch in each step; local: on one worker's
@@ -210,9 +210,9 @@ class HorizonPolicy(_Policy):
     warmup_fraction: Fraction | None = None
     """Fraction of the training in which the rate rises from 0 to its peak. Default: 0.2 with LARS,
     else 0.1."""
-    horizon: Annotated[float, Field(gt=0, le=1)] = 0.5
+    horizon: Annotated[PositiveFloat, Field(le=1)] = 0.5
     """Length of a candidate's schedule in epochs, if max_search_cost allows it."""
-    max_search_cost: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = "auto"
+    max_search_cost: Annotated[PositiveFloat, Field(le=1)] | Literal["auto"] = "auto"
     """Limit of the search, as a fraction of the samples of the training. auto: 0.2; in a small
     training more, up to 1, so that candidates have the 300 updates that a decision needs."""
     search_on: SearchOn | None = Field(

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from raytrain_opt.config.error_messages import nearest, shown
 from raytrain_opt.config.schema import Job
 from raytrain_opt.config.section import function_name, is_instance
-from raytrain_opt.config.yaml_loader import MAX_DEPTH, Word, read_yaml, write_yaml
+from raytrain_opt.config.yaml_loader import MAX_DEPTH, read_yaml, write_yaml
 from raytrain_opt.errors import JobError, Problem, origin
 from raytrain_opt.storage import read_file
 
@@ -60,13 +60,16 @@ def parse_job(
         hint = "a job needs at least model, data, epochs and global_batch_size"
         raise JobError([Problem("the file", rule, value, hint)], source)
     problems = _apply_overrides(raw, overrides)
-    result = _validate(raw)
-    if isinstance(result, Job) and not problems:
-        return result
-    if not isinstance(result, Job):
-        problems += result
+    try:
+        result = Job.model_validate(raw)
+        if not problems:
+            return result
+    except JobError as error:
+        problems += error.problems
     if check_sections is not None:
-        problems = _add_problems(problems, check_sections(_valid_sections(raw)))
+        paths = {problem.path for problem in problems}
+        others = check_sections(_valid_sections(raw))
+        problems += [problem for problem in others if problem.path not in paths]
     raise JobError(problems, source)
 
 
@@ -174,14 +177,6 @@ def _index(container: Any, key: str, path: list[str]) -> Any:
     return int(key)
 
 
-def _validate(raw: dict[str, Any]) -> Job | list[Problem]:
-    try:
-        job = Job.model_validate(raw)
-    except JobError as error:
-        return error.problems
-    return _unclear_truth(raw, job.model_dump(), "") or job
-
-
 def _valid_sections(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sections of a wrong job that are valid by themselves."""
     sections = {}
@@ -190,32 +185,6 @@ def _valid_sections(raw: Mapping[str, Any]) -> dict[str, Any]:
         with suppress(ValidationError):  # reported already
             sections[name] = TypeAdapter(kinds[name]).validate_python(raw[name])
     return sections
-
-
-def _add_problems(problems: list[Problem], others: list[Problem]) -> list[Problem]:
-    """Return all problems, each field's once, in the order of the schema."""
-    order = {name: i for i, name in enumerate(Job.model_fields)}
-    paths = {problem.path for problem in problems}
-    added = [problem for problem in others if problem.path not in paths]
-    return sorted(
-        [*problems, *added], key=lambda problem: order.get(problem.path.split(".")[0], -1)
-    )
-
-
-def _unclear_truth(raw: Any, resolved: Any, path: str) -> list[Problem]:
-    """Refuse true where it would silently mean 1, and yes or no as an argument of a function."""
-    if isinstance(raw, bool) and not isinstance(resolved, bool | str):
-        return [Problem(path, "must be a number", shown(raw))]
-    if isinstance(resolved, Word):
-        rule = "may be text or a truth value: write true or false, or quote the text"
-        return [Problem(path, rule, shown(raw))]
-    pairs: list[tuple[Any, Any, Any]] = []
-    if isinstance(raw, dict) and isinstance(resolved, dict):
-        pairs = [(key, raw[key], resolved[key]) for key in raw if key in resolved]
-    elif isinstance(raw, list) and isinstance(resolved, list | tuple):
-        pairs = [(i, *both) for i, both in enumerate(zip(raw, resolved, strict=False))]
-    prefix = f"{path}." if path else ""
-    return [p for key, a, b in pairs for p in _unclear_truth(a, b, f"{prefix}{key}")]
 
 
 def _copy_containers(value: Any) -> Any:

@@ -33,7 +33,7 @@ class WorkersSection(Section):
     """Ray resources of each worker. Default: a GPU; where there are slots, 0.6 of it, so that a
     slot fits on the same device and a second worker does not; on CPU, 0.6 of the CPUs per worker,
     at most 0.6."""
-    threads: Annotated[int, Field(gt=0, le=1024)] | None = None
+    threads: Annotated[PositiveInt, Field(le=1024)] | None = None
     """Compute threads of a worker on CPU; slots share as many. Default: the cores of the node that
     other programs leave idle at the start / count, or fewer, if training steps that are timed at
     the start are as fast with fewer; on a Ray that runs already, its cores / count; on one

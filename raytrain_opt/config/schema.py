@@ -18,8 +18,10 @@ from raytrain_opt.config.learning_rate import (
 )
 from raytrain_opt.config.processes import SlotsSection, TimeoutsSection, WorkersSection
 from raytrain_opt.config.section import (
+    Args,
     BrokenRule,
     Duration,
+    Float,
     Fraction,
     Location,
     NamedSection,
@@ -32,12 +34,11 @@ from raytrain_opt.config.section import (
     is_function_name,
 )
 from raytrain_opt.config.updates import (
-    AverageSection,
     BatchNormSection,
-    BatchRampSection,
     OptimizerChoiceSection,
     OptimizerSection,
     ParallelSection,
+    RampStep,
 )
 from raytrain_opt.errors import JobError, Problem
 
@@ -53,7 +54,7 @@ class ModelSection(NamedSection):
     """resnet8, cifar_resnet18, cifar_resnet45, cifar_resnet50, vgg16_bn, vgg16_one_bn (for small
     images), resnet45 (for large ones), small_cnn, a classification model of torchvision by its
     name there, or a function of your own as package.module:function; from Python also a module."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: Args = Field(default_factory=dict)
     """Keyword arguments of the model's constructor or function."""
     weights: Location | None = None
     """Weights to start from: a file (safetensors, or a state_dict of torch), a folder of timm
@@ -71,7 +72,7 @@ class TaskSection(NamedSection):
     name: NameOrInstance = CLASSIFICATION
     """classification, or package.module:Class with the methods training_loss and
     validation_metrics (from Python also an object); see tasks.md."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: Args = Field(default_factory=dict)
     """Keyword arguments of the class."""
 
     @property
@@ -138,7 +139,7 @@ def _default_optimizer(job: dict[str, Any]) -> OptimizerChoiceSection:
     return OptimizerChoiceSection(name="auto") if searches else OptimizerChoiceSection()
 
 
-def _default_average(job: dict[str, Any]) -> AverageSection | None:
+def _default_average(job: dict[str, Any]) -> Literal["auto"] | None:
     """Return the average that shows what a decaying rate will bring; None for other policies.
 
     `job`: the sections above, without those with an error.
@@ -148,7 +149,7 @@ def _default_average(job: dict[str, Any]) -> AverageSection | None:
     if learning_rate is None or optimizer is None or parallel is None:
         return None
     averages = learning_rate.is_found and parallel.common_steps
-    return AverageSection() if averages and not optimizer.is_schedule_free else None
+    return "auto" if averages and not optimizer.is_schedule_free else None
 
 
 class TrackingSection(Section):
@@ -162,7 +163,7 @@ class TrackingSection(Section):
 class StopSection(Section):
     """When a training ends before its last epoch."""
 
-    target: float | None = None
+    target: Float | None = None
     """End when the metric of the task that decides is as good as this; with classification the
     accuracy, such as 0.93."""
     patience: PositiveInt | None = None
@@ -209,14 +210,18 @@ class Job(Section):
     optimizer: OptimizerChoiceSection = Field(default_factory=_default_optimizer)
     """The optimizer; its rate comes from learning_rate. Default: auto with policy stpt_horizon and
     synchronous workers, else SGD."""
-    average: AverageSection | None = Field(default_factory=_default_average)
-    """Evaluate and save an average of the weights; the training continues from its own. Default:
-    one with policies stpt_horizon and replay, unless the optimizer averages itself, else null,
-    which is no average."""
+    average: Literal["auto"] | Fraction | None = Field(default_factory=_default_average)
+    """Evaluate and save an exponential moving average of the weights, with BatchNorm statistics
+    taken at it; the training continues from its own. A number: weight of the average so far in
+    each update, at most (1 + t) / (10 + t) in update t; 0.99 averages over about 100 updates.
+    auto: it covers a quarter of the updates so far, times rate / highest rate, so that it ends
+    with the weights themselves where the rate falls to 0. Default: auto with policies
+    stpt_horizon and replay, unless the optimizer averages itself, else null: no average."""
     batch_norm: BatchNormSection = Field(default_factory=BatchNormSection)
     """Running averages of batch normalization."""
-    batch_ramp: BatchRampSection = Field(default_factory=BatchRampSection)
-    """Increase the global batch at given epochs (Smith et al.). Default: never."""
+    batch_ramp: list[RampStep] = Field(default_factory=list)
+    """Epochs at which the global batch grows, and factors (Smith et al.). Each worker keeps its
+    batch size and accumulates gradients over several batches per update. Default: never."""
     task: TaskSection = Field(default_factory=TaskSection)
     """What is learned."""
     loss: LossSection = Field(default_factory=LossSection)

@@ -23,15 +23,42 @@ from pydantic import (
 from pydantic.functional_validators import ModelWrapValidatorHandler
 
 from raytrain_opt.config.error_messages import SectionError, given, problems_of
+from raytrain_opt.config.yaml_loader import Word
 from raytrain_opt.errors import Problem
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+def _refuse_truth(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("must be a number")
+    return value
+
+
+_NUMBER = BeforeValidator(_refuse_truth)  # true would be 1
+Float = Annotated[float, _NUMBER, Field(allow_inf_nan=False)]
+PositiveInt = Annotated[int, _NUMBER, Field(gt=0)]
+NonNegativeInt = Annotated[int, _NUMBER, Field(ge=0)]
+PositiveFloat = Annotated[Float, Field(gt=0)]
+NonNegativeFloat = Annotated[Float, Field(ge=0)]
+Fraction = Annotated[Float, Field(ge=0, lt=1)]
 # A wait of more than a year is a mistake, and more than some clocks can count.
-Seconds = Annotated[float, Field(gt=0, le=365 * 86400, allow_inf_nan=False)]
+Seconds = Annotated[Float, Field(gt=0, le=365 * 86400)]
+
+
+def _refuse_words(args: dict[str, Any]) -> dict[str, Any]:
+    values: list[Any] = [args]
+    while values:
+        value = values.pop()
+        if isinstance(value, Word):
+            raise ValueError(
+                f"{value} may be text or a truth value: write true or false, or quote it"
+            )
+        inner = value.values() if isinstance(value, Mapping) else value
+        values += inner if isinstance(value, Mapping | list | tuple) else []
+    return args
+
+
+# Arguments of a function or class.
+Args = Annotated[dict[str, Any], AfterValidator(_refuse_words)]
 
 
 def _refuse_variables(path: str) -> str:

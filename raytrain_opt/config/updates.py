@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from raytrain_opt.config.section import (
+    Args,
     BrokenRule,
     Fraction,
     NamedSection,
@@ -81,7 +82,7 @@ class OptimizerSection(NamedSection):
     biases and normalization), RMSpropWarmup (Akiba et al.: RMSprop at first, then momentum SGD;
     its times are in epochs), ScheduleFreeSGD or ScheduleFreeAdamW (Defazio et al.; at a constant
     rate), or a class of your own as package.module:Class."""
-    args: dict[str, Any] = Field(default_factory=_default_args)
+    args: Args = Field(default_factory=_default_args)
     """Keyword arguments of the optimizer, without lr. With Muon and AdamW, `weight_decay: auto`
     lets policy stpt_horizon choose the decay of each epoch by how well the network fits its
     training samples."""
@@ -220,19 +221,6 @@ def _usual_optimizers(*, channel_norm: bool, embeddings: bool) -> tuple[Optimize
     return (muon, *sgd, adamw) if channel_norm else (adamw, muon, *sgd)
 
 
-class AverageSection(Section):
-    """An exponential moving average of the weights, for any optimizer: it is evaluated and saved.
-
-    The training continues from its own weights. BatchNorm statistics are taken at the average.
-    """
-
-    decay: Fraction | Literal["auto"] = "auto"
-    """Weight of the average so far in each update. auto: the average covers a quarter of the
-    updates so far, times rate / highest rate, so it ends with the weights themselves where the
-    rate falls to 0. A number: at most (1 + t) / (10 + t) in update t; 0.99 averages over about 100
-    updates."""
-
-
 class BatchNormSection(Section):
     """Running averages of batch normalization."""
 
@@ -250,14 +238,6 @@ class RampStep(Section):
     """First epoch with the larger batch, counted from 1."""
     factor: PositiveInt = Field(ge=2)
     """Factor of global_batch_size; must increase from step to step."""
-
-
-class BatchRampSection(Section):
-    """Increase of the global batch during the training."""
-
-    steps: list[RampStep] = Field(default_factory=list)
-    """Epochs at which the global batch grows, and factors. Each worker keeps its batch size and
-    accumulates gradients over several batches per update."""
 
 
 class ParallelSection(Section):

@@ -206,7 +206,7 @@ def _summary(record: BatchSizeRecord, job: Job, train_size: int) -> Iterator[str
     """Yield the result of a search in words, and what it may cost the training."""
     size, lr = record.global_batch_size, record.learning_rate
     before, after = (
-        Updates.count(train_size, batch, length_of(job), job.batch_ramp.steps)
+        Updates.count(train_size, batch, length_of(job), job.batch_ramp)
         for batch in (size.before, size.after)
     )
     yield (
@@ -235,7 +235,7 @@ def _bounds(
 ) -> SizeBounds:
     """Return the sizes that leave enough memory and updates; say where updates bound them."""
     own = job.global_batch_size // workers
-    steps, rule = job.batch_ramp.steps, _scaling_rule(job)
+    steps, rule = job.batch_ramp, _scaling_rule(job)
     length = length_of(job)
     largest = largest_size(section, own, train_size, length, workers, steps, rule)
     note(

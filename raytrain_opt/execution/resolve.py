@@ -135,7 +135,7 @@ def scaled_lr(job: Job, global_batch_size: int) -> float:
 
 def count_updates(learner: LearnerConfig, info: DataInfo) -> EpochSteps:
     """Count the updates of each epoch. Raises JobError if the batch does not fit the data."""
-    batch, ramp = learner.global_batch_size, learner.batch_ramp.steps
+    batch, ramp = learner.global_batch_size, learner.batch_ramp
     drop_last = learner.data.drop_last
     for factor in () if drop_last else (1, *(step.factor for step in ramp)):
         parts = learner.micro_batches * factor

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from raytrain_opt.async_training.actors import AsynchronousWorkers, parameter_server
+from raytrain_opt.async_training.actors import AsynchronousProgram, parameter_server
 from raytrain_opt.async_training.main_training import AsynchronousTraining
 from raytrain_opt.cluster.connection import count_placeable, on_driver_node, total_resources
 from raytrain_opt.cluster.resources import PoolPlan
@@ -20,7 +20,7 @@ from raytrain_opt.paths import RunPaths
 from raytrain_opt.pools.commands import SLOT_POOL, WORKER_POOL
 from raytrain_opt.pools.launcher import PoolLauncher, environment
 from raytrain_opt.pools.mailbox import Mailbox
-from raytrain_opt.pools.programs import ResidentConfig
+from raytrain_opt.pools.programs import ResidentConfig, SynchronousProgram
 from raytrain_opt.pools.protocol import Pools, SynchronousTraining
 from raytrain_opt.pools.ray_pool import ProbingSlot, RayPool, running
 from raytrain_opt.pools.state_store import RayStateStore
@@ -73,7 +73,7 @@ def start_prober(
     assert job.batch_size_search is not None
     launcher = start_launcher(local=owns_ray, start_s=job.timeouts.start_s)
     config = prober_config(job, plan, placement, paths, start_mailbox(shared))
-    pool = _make_slots(config, launcher, RayStateStore())
+    pool = make_slots(config, launcher, RayStateStore())
     stop_s = _OWN_RAY_STOP_S if owns_ray else job.timeouts.stop_s
     with running(pool, launcher=launcher, stop_s=stop_s):
         yield ProbingSlot(pool, job.batch_size_search, job.timeouts)
@@ -110,13 +110,11 @@ def start_pools(
     with parameter_server(network, resolved.info, job.max_restarts) as server:
         launcher = start_launcher(local=owns_ray, start_s=job.timeouts.start_s)
         mailbox = start_mailbox(shared)
-        config = _resident_config(job, resolved.learner, plan, workspace.paths, mailbox)
-        if server is not None:
-            config = replace(config, workers=AsynchronousWorkers(server))
+        program = None if server is None else AsynchronousProgram(server)
+        config = _resident_config(job, resolved.learner, plan, workspace.paths, mailbox, program)
         store = RayStateStore()
-        workers, slots = _make_workers(config, launcher, store), None
-        if plan.slots:
-            slots = _make_slots(config, launcher, store)
+        workers = make_workers(config, launcher, store)
+        slots = make_slots(config, launcher, store) if plan.slots else None
         # Starting a process costs ten seconds of CPU, most of it imports. Slots take the first
         # steps, so they start first; `TrainingRun` starts the workers beside the first round.
         pools = (workers,) if slots is None else (slots, workers)
@@ -134,7 +132,8 @@ def start_pools(
             )
 
 
-def _make_workers(config: ResidentConfig, launcher: Any, store: RayStateStore) -> RayPool:
+def make_workers(config: ResidentConfig, launcher: Any, store: RayStateStore) -> RayPool:
+    """Return the pool of workers, which have not started."""
     plan = config.plan
     return RayPool(
         WORKER_POOL,
@@ -143,14 +142,15 @@ def _make_workers(config: ResidentConfig, launcher: Any, store: RayStateStore) -
         config.mailbox,
         store,
         config.timeouts.no_progress_s,
-        can_lose_residents=not config.workers.forms_group,
+        can_lose_residents=not config.program.forms_group,
         has_room=None
         if config.min_workers == plan.workers
         else lambda: count_placeable(plan.worker_resources, 1, _LOOK_S) == 1,
     )
 
 
-def _make_slots(config: ResidentConfig, launcher: Any, store: RayStateStore) -> RayPool:
+def make_slots(config: ResidentConfig, launcher: Any, store: RayStateStore) -> RayPool:
+    """Return the pool of slots, which have not started."""
     return RayPool(
         SLOT_POOL,
         config.plan.slots,
@@ -163,7 +163,12 @@ def _make_slots(config: ResidentConfig, launcher: Any, store: RayStateStore) -> 
 
 
 def _resident_config(
-    job: Job, learner: LearnerConfig, plan: PoolPlan, paths: RunPaths, mailbox: Any
+    job: Job,
+    learner: LearnerConfig,
+    plan: PoolPlan,
+    paths: RunPaths,
+    mailbox: Any,
+    program: SynchronousProgram | None = None,
 ) -> ResidentConfig:
     """Return the settings of workers and slots."""
     return ResidentConfig(
@@ -177,4 +182,5 @@ def _resident_config(
         run_id=paths.run_id,
         mailbox=mailbox,
         ray_storage_path=paths.ray_storage,
+        program=program or SynchronousProgram(),
     )

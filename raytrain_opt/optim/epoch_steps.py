@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
 
 from raytrain_opt.config.schema import Job
 from raytrain_opt.config.updates import RampStep
@@ -89,66 +88,36 @@ class EpochSteps:
 
 
 @dataclass(frozen=True)
-class Epochs:
-    """The length of a training that is a number of epochs."""
+class Length:
+    """The length of a training: a number of epochs, or wall time.
 
-    known_epochs: int
-    seconds: ClassVar[float] = math.inf
-    includes_search: ClassVar[bool] = False
+    `known_epochs` is 0 for a time, of which the search is a part; `time_budget` plans each epoch.
+    """
+
+    known_epochs: int = 0
+    seconds: float = math.inf
 
     def __str__(self) -> str:
-        return f"{self.known_epochs} epochs"
+        return f"{self.known_epochs} epochs" if self.known_epochs else f"{self.seconds:g} s"
 
     def total_steps(self, steps: EpochSteps) -> float:
         """Return the updates of the training; infinite if they depend on its speed."""
-        return steps.before(self.known_epochs + 1)
+        return steps.before(self.known_epochs + 1) if self.known_epochs else math.inf
 
     def planned_steps(self, steps: EpochSteps, plans: Sequence[EpochSpan]) -> int:
         """Return the updates of the training without a batch ramp, as planned at first."""
-        return self.known_epochs * steps.first
+        return self.known_epochs * steps.first or plans[0].total_steps
 
     def span(
         self, epoch: int, steps: EpochSteps, plans: Sequence[EpochSpan], start: int = 0
     ) -> EpochSpan:
         """Return the part that `epoch` covers of the training after the first `start` epochs."""
-        return steps.span(epoch, self.known_epochs, start)
-
-
-@dataclass(frozen=True)
-class Time:
-    """The length of a training that is wall time; `time_budget` plans each epoch."""
-
-    seconds: float
-    known_epochs: ClassVar[int] = 0
-    includes_search: ClassVar[bool] = True
-
-    def __str__(self) -> str:
-        return f"{self.seconds:g} s"
-
-    def total_steps(self, steps: EpochSteps) -> float:
-        """See `Epochs`; the updates depend on the speed."""
-        return math.inf
-
-    def planned_steps(self, steps: EpochSteps, plans: Sequence[EpochSpan]) -> int:
-        """See `Epochs`."""
-        return plans[0].total_steps
-
-    def span(
-        self, epoch: int, steps: EpochSteps, plans: Sequence[EpochSpan], start: int = 0
-    ) -> EpochSpan:
-        """See `Epochs`."""
-        return plans[-1]
-
-
-Length: TypeAlias = Epochs | Time
+        return steps.span(epoch, self.known_epochs, start) if self.known_epochs else plans[-1]
 
 
 def length_of(job: Job) -> Length:
     """Return the length of a job's training."""
-    if job.train_for is not None:
-        return Time(job.train_for)
-    assert job.epochs is not None  # a rule of jobs
-    return Epochs(job.epochs)
+    return Length(job.epochs or 0, math.inf if job.train_for is None else job.train_for)
 
 
 def epoch_steps(
@@ -168,7 +137,7 @@ def epoch_steps(
     ramp_sizes = {step.epoch: global_batch_size * step.factor for step in ramp}
     sizes = {"global_batch_size": global_batch_size}
     for i, step in enumerate(ramp):
-        sizes[f"batch_ramp.steps.{i}.factor"] = ramp_sizes[step.epoch]
+        sizes[f"batch_ramp.{i}.factor"] = ramp_sizes[step.epoch]
     for path, size in sizes.items():
         if size > train_size:
             rule = (

@@ -7,16 +7,15 @@ LARS, layer-wise adaptive rate scaling: You, Gitman and Ginsburg 2017 (arXiv 170
     m        momentum                              v      momentum buffer, initially 0
 
     r = eta |w| / (|g| + d |w| + eps)              trust ratio of the layer            (1)
-    r = min(r / lr, 1)                             instead, with LARC's clipping       (2)
-    r = 1                                          if |w| = 0 or |g| = 0               (3)
-    v = m v + r (g + d w)                                                              (4)
-    w = w - lr v                                                                       (5)
+    r = 1                                          if |w| = 0 or |g| = 0               (2)
+    v = m v + r (g + d w)                                                              (3)
+    w = w - lr v                                                                       (4)
 
 The ratio multiplies the gradient before the momentum, and the rate multiplies their sum, so
-that a schedule changes all of v at once; You et al. put the rate into (4), which is the same
-while the rate is constant. (4) and (5) are torch's SGD on the adapted gradients r (g + d w),
+that a schedule changes all of v at once; You et al. put the rate into (3), which is the same
+while the rate is constant. (3) and (4) are torch's SGD on the adapted gradients r (g + d w),
 and torch computes them. `eps` is an addition, as in timm: it bounds r for a layer whose gradient
-nearly vanishes. (2) is NVIDIA apex's LARC: the layer's rate is at most `lr`.
+nearly vanishes.
 
 Norms are float32 (float64 for float64). Numbers that are not finite are not hidden: a layer
 whose gradient holds a NaN becomes NaN, by (1). An infinite |g|, also one that overflows float32
@@ -50,8 +49,7 @@ Source: Akiba, Suzuki and Fukuda, Extremely Large Minibatch SGD, 2017 (arXiv 171
 from __future__ import annotations
 
 import math
-from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -66,9 +64,8 @@ class LARS(BatchedOptimizer):
 
     A group with `"adapt": False` is updated by torch's SGD with the group's settings: that is
     how biases and normalization are excluded, see `parameter_groups`. On a GPU all layers of a
-    group are updated by few kernels and no step waits for the device; `lr` may be a tensor, which
-    captured CUDA graphs read at every replay. During a step, that takes memory for twice the
-    weights.
+    group are updated by few kernels and no step waits for the device. During a step, that takes
+    memory for twice the weights.
 
     Raises ValueError: a value out of its range. RuntimeError: sparse gradients or complex
     parameters.
@@ -77,71 +74,38 @@ class LARS(BatchedOptimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float | Tensor,
+        lr: float,
         *,
         momentum: float = 0.9,
-        dampening: float = 0.0,
         weight_decay: float = 0.0,
-        nesterov: bool = False,
         trust_coefficient: float = 0.001,
         eps: float = 1e-8,
-        clip: bool = False,
     ) -> None:
-        if isinstance(lr, Tensor) and lr.numel() != 1:
-            raise ValueError(f"LARS: lr as a tensor must have one element, not {lr.numel()}")
         settings = {
             "lr": lr,
             "momentum": momentum,
-            "dampening": dampening,
             "weight_decay": weight_decay,
             "trust_coefficient": trust_coefficient,
             "eps": eps,
         }
         for name, value in settings.items():
-            self._check(name, float(value))
-        if nesterov and (momentum == 0 or dampening != 0):
-            raise ValueError("LARS: nesterov needs a momentum above 0 and dampening 0")
-        super().__init__(params, {**settings, "nesterov": nesterov, "clip": clip, "adapt": True})
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the state, with each buffer in the memory layout of its parameter."""
-        super().__setstate__(state)
-        for param, values in self.state.items():
-            buffer = values.get("momentum_buffer")
-            if buffer is not None and buffer.stride() != param.stride():
-                values["momentum_buffer"] = torch.empty_like(param).copy_(buffer)
+            self._check(name, value)
+        super().__init__(params, {**settings, "adapt": True})
 
     def _update_group(self, group: dict[str, Any], params: list[Any]) -> None:
         for batch in self._batches(params):
             grads = [p.grad for p in batch]
-            buffers: list[Tensor | None] = []
-            if group["momentum"] != 0:
-                buffers = [self.state[p].get("momentum_buffer") for p in batch]
+            buffers = self._buffers("momentum_buffer", batch)
             if not group["adapt"]:
                 _descend(batch, grads, buffers, group, group["weight_decay"])
-            elif _reads_ratios(batch[0].device):
-                _update_layer_by_layer(batch, grads, buffers, group)
+            elif batch[0].device.type == "cpu":
+                # Layer by layer, by r g with decay r d, while the CPU has it in its caches.
+                for layer in zip(batch, grads, buffers, strict=True):
+                    [param], [grad], buffer = ([tensor] for tensor in layer)
+                    [r] = _trust_ratios([param], [grad], group).tolist()
+                    _descend([param], [grad * r], buffer, group, r * group["weight_decay"])
             else:
                 _descend(batch, _adapted(batch, grads, group), buffers, group)
-            for param, buffer in zip(batch, buffers, strict=False):
-                self.state[param]["momentum_buffer"] = buffer
-
-
-def _reads_ratios(device: torch.device) -> bool:
-    """Return True where ratios can be read as Python numbers without waiting for a device."""
-    return device.type == "cpu" and not torch.compiler.is_compiling()
-
-
-def _update_layer_by_layer(
-    params: list[Tensor], grads: list[Tensor], buffers: list[Tensor | None], group: dict[str, Any]
-) -> None:
-    """Update each layer while a CPU has it in its caches, by r g with decay r d."""
-    for layer, grad in enumerate(grads):
-        one = slice(layer, layer + 1)
-        [r] = _trust_ratios(params[one], [grad], group).tolist()
-        buffer = buffers[one]
-        _descend(params[one], [grad * r], buffer, group, r * group["weight_decay"])
-        buffers[one] = buffer
 
 
 def _adapted(params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
@@ -153,25 +117,20 @@ def _adapted(params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -
     ratios = _trust_ratios(params, grads, group)
     adapted = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
     factors = [r.expand(g.numel()) for r, g in zip(ratios.unbind(), adapted, strict=True)]
-    flat = torch.cat(factors)
-    # Not `split`: Inductor of torch 2.11 takes each part for the first one.
-    starts = accumulate((g.numel() for g in adapted[:-1]), initial=0)
+    parts = torch.split(torch.cat(factors), [g.numel() for g in adapted])
     same_layout = [
-        flat.as_strided(g.shape, g.stride(), start)
-        for g, start in zip(adapted, starts, strict=True)
+        part.as_strided(g.shape, g.stride()) for part, g in zip(parts, adapted, strict=True)
     ]
     torch._foreach_mul_(adapted, same_layout)
     return adapted
 
 
 def _trust_ratios(params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> Tensor:
-    """Compute (1) to (3) for all layers, from the norms of their weights and gradients."""
+    """Compute (1) and (2) for all layers, from the norms of their weights and gradients."""
     dtype = torch.promote_types(params[0].dtype, torch.float32)
     weights, gradients = torch.stack(torch._foreach_norm(params + grads, 2, dtype)).chunk(2)
     denominators = torch.add(gradients, weights, alpha=group["weight_decay"]) + group["eps"]
     ratios = weights / denominators * group["trust_coefficient"]
-    if group["clip"]:
-        ratios = (ratios / group["lr"]).clamp(max=1.0)
     adapted: Tensor = ratios.masked_fill(torch.minimum(weights, gradients) == 0, 1.0)
     return adapted
 
@@ -179,26 +138,27 @@ def _trust_ratios(params: list[Tensor], grads: list[Tensor], group: dict[str, An
 def _descend(
     params: list[Tensor],
     grads: list[Tensor],
-    buffers: list[Tensor | None],
+    buffers: list[Tensor],
     group: dict[str, Any],
     weight_decay: float = 0.0,
 ) -> None:
-    """Compute (4) and (5) with `grads` as r g and `weight_decay` as r d.
+    """Compute (3) and (4) with `grads` as r g and `weight_decay` as r d.
 
-    New momentum buffers are put into `buffers`.
+    Fused where torch's kernel works, which ignores strides.
     """
-    fused = _can_be_fused(params, grads, buffers, group["lr"])
+    strides = [[tensor.stride() for tensor in tensors] for tensors in (params, grads, buffers)]
+    fused = has_fused_kernels(params[0]) and strides[0] == strides[1] == strides[2]
     sgd(
         params,
         grads,
-        buffers,
+        cast(list[Tensor | None], buffers),
         foreach=not fused,
         fused=fused,
         weight_decay=weight_decay,
         momentum=group["momentum"],
         lr=group["lr"],
-        dampening=group["dampening"],
-        nesterov=group["nesterov"],
+        dampening=0.0,
+        nesterov=False,
         maximize=False,
     )
 
@@ -210,22 +170,6 @@ def has_fused_kernels(parameter: Tensor) -> bool:
     """
     device = parameter.device.type
     return device == "cuda" or (device == "cpu" and parameter.dtype.itemsize >= 4)
-
-
-def _can_be_fused(
-    params: list[Tensor], grads: list[Tensor], buffers: list[Tensor | None], lr: float | Tensor
-) -> bool:
-    """Return whether torch's fused kernel works: equal layouts, and all buffers or none."""
-    if torch.compiler.is_compiling() or not has_fused_kernels(params[0]):
-        return False
-    if isinstance(lr, Tensor) and lr.dtype != torch.float32:
-        return False
-    existing = [buffer for buffer in buffers if buffer is not None]
-    return len(existing) in (0, len(params)) and all(
-        tensor.stride() == param.stride()
-        for tensors in (grads, existing)
-        for tensor, param in zip(tensors, params, strict=False)
-    )
 
 
 PAPER_SCALE = 3e-4 / 6.4

@@ -7,9 +7,9 @@
     |X|      Frobenius norm                        a b c  coefficients, 3.4445 -4.7750 2.0315
 
     M = m M + (1 - m) G                                                                (1)
-    U = (1 - m) G + m M        with Nesterov's momentum; else U = M                    (2)
-    X = U / max(|U|, eps)                                                              (3)
-    X = a X + (b A + c A A) X, A = X X^T           `ns_steps` times (Newton-Schulz)    (4)
+    U = (1 - m) G + m M                    (Nesterov's momentum)                       (2)
+    X = U / max(|U|, 1e-7)                                                             (3)
+    X = a X + (b A + c A A) X, A = X X^T   five times (Newton-Schulz)                  (4)
     W = (1 - lr d) W - lr sqrt(max(1, rows / columns)) X                               (5)
 
 (4) moves all singular values of U to about 1: the update moves all directions alike, also those
@@ -43,6 +43,9 @@ from raytrain_opt.optim.batched import BatchedOptimizer, split_evenly
 
 # Jordan's, which raise small singular values fastest; they end between 0.7 and 1.2, not at 1.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_ITERATIONS, _EPS = 5, 1e-7
+# Of the second rule by AdamW.
+_BETAS, _AUX_EPS = (0.9, 0.95), 1e-8
 # Matrices that are computed together, at most: few kernels, and many batches to share.
 _BATCH = 4
 
@@ -50,13 +53,11 @@ _BATCH = 4
 class Muon(BatchedOptimizer):
     """Momentum with orthogonalized updates, for any network. See `parameter_groups` for groups.
 
-    Groups with `"use_muon": False` follow the second rule, `aux`: "sgd" (with `momentum` and
-    `nesterov`) or "adamw" (with `betas` and `aux_eps`). Their rate is `lr` times
-    `aux_lr_multiplier` (default: 0.05 with adamw, 1 with sgd): it becomes the group's
-    `lr_multiplier`, by which schedules multiply.
-    `ns_dtype` is the type of (4), "bfloat16" or "float32"; by default bfloat16 on a GPU, and on
-    CPU, where bfloat16 is slow, at least float32. With `distributed`, the ranks of the default
-    process group share the work: all take each step together, with equal weights and gradients.
+    Groups with `"use_muon": False` follow the second rule, `aux`: "sgd" (with `momentum`) or
+    "adamw". Their rate is `lr` times `aux_lr_multiplier` (default: 0.05 with adamw, 1 with sgd):
+    it becomes the group's `lr_multiplier`, by which schedules multiply. With `distributed`, the
+    ranks of the default process group share the work: all take each step together, with equal
+    weights and gradients.
 
     Raises ValueError: a value out of its range, or a parameter of a Muon group without two
     dimensions. RuntimeError: sparse or complex gradients.
@@ -68,34 +69,21 @@ class Muon(BatchedOptimizer):
         lr: float,
         *,
         momentum: float = 0.6,
-        nesterov: bool = True,
         weight_decay: float = 0.0,
-        ns_steps: int = 5,
-        eps: float = 1e-7,
-        ns_dtype: Literal["bfloat16", "float32"] | None = None,
         aux: Literal["sgd", "adamw"] = "sgd",
         aux_lr_multiplier: float | None = None,
-        betas: tuple[float, float] = (0.9, 0.95),
-        aux_eps: float = 1e-8,
         distributed: bool = False,
     ) -> None:
-        settings: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        settings |= {"ns_steps": ns_steps, "eps": eps, "aux_eps": aux_eps}
+        if aux not in MUON_AUX_LR_MULTIPLIERS:
+            raise ValueError(f"Muon: aux must be one of 'adamw' and 'sgd', not {aux!r}")
+        settings = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         if aux_lr_multiplier is None:
-            aux_lr_multiplier = MUON_AUX_LR_MULTIPLIERS.get(aux, 1.0)
+            aux_lr_multiplier = MUON_AUX_LR_MULTIPLIERS[aux]
         for name, value in {**settings, "aux_lr_multiplier": aux_lr_multiplier}.items():
             self._check(name, value, below_one=name == "momentum")
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"Muon: betas must be two numbers of at least 0 and below 1: {betas}")
-        for name, value, choices in (
-            ("ns_dtype", ns_dtype, ("bfloat16", "float32", None)),
-            ("aux", aux, ("adamw", "sgd")),
-        ):
-            if value not in choices:
-                raise ValueError(f"Muon: {name} must be one of {choices}, not {value!r}")
-        settings |= {"nesterov": nesterov, "ns_dtype": ns_dtype, "aux": aux, "betas": tuple(betas)}
         self._aux_lr_multiplier, self.distributed = aux_lr_multiplier, distributed
-        super().__init__(params, {**settings, "use_muon": True, "lr_multiplier": 1.0})
+        defaults = {**settings, "aux": aux, "betas": _BETAS, "use_muon": True}
+        super().__init__(params, {**defaults, "lr_multiplier": 1.0})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; see `torch.optim.Optimizer`."""
@@ -129,27 +117,24 @@ class Muon(BatchedOptimizer):
         grads, momentum = [p.grad for p in params], group["momentum"]
         buffers = self._buffers("momentum_buffer", params)
         torch._foreach_lerp_(buffers, grads, 1 - momentum)
-        updates = torch._foreach_lerp(grads, buffers, momentum) if group["nesterov"] else buffers
+        updates = torch._foreach_lerp(grads, buffers, momentum)
         matrices = [_to_matrix(u, p) for u, p in zip(updates, params, strict=True)]
         shapes = [matrix.shape for matrix in matrices]
-        results = self._orthogonalize(matrices, _ns_dtype(params[0], group["ns_dtype"]), group)
+        results = self._orthogonalize(matrices, iteration_dtype(params[0]))
         for indices in _equal_shapes(range(len(shapes)), shapes):
             rows, columns = shapes[indices[0]]
             lr = float(group["lr"]) * math.sqrt(max(1, rows / columns))
             changes = [_from_matrix(results[i], params[i]).to(params[i].dtype) for i in indices]
             torch._foreach_add_([params[i] for i in indices], changes, alpha=-lr)
 
-    def _orthogonalize(
-        self, matrices: Sequence[Tensor], dtype: torch.dtype, group: dict[str, Any]
-    ) -> dict[int, Tensor]:
+    def _orthogonalize(self, matrices: Sequence[Tensor], dtype: torch.dtype) -> dict[int, Tensor]:
         """Return the results of (4), by index; of all matrices, whoever computed them."""
         shapes = [matrix.shape for matrix in matrices]
         owned = split_work(shapes, dist.get_world_size() if self.distributed else 1)
         results: dict[int, Tensor] = {}
         for indices in owned[dist.get_rank() if self.distributed else 0]:
             batch = torch.stack([matrices[i] for i in indices]).to(dtype)
-            batch = orthogonalize(batch, steps=group["ns_steps"], eps=group["eps"])
-            results |= zip(indices, batch, strict=True)
+            results |= zip(indices, orthogonalize(batch), strict=True)
         if self.distributed:
             indices_by_rank = [sorted(chain.from_iterable(batches)) for batches in owned]
             like = matrices[0].new_empty(0, dtype=dtype)
@@ -168,7 +153,7 @@ class Muon(BatchedOptimizer):
                 momentum=group["momentum"],
                 lr=lr,
                 dampening=0.0,
-                nesterov=group["nesterov"],
+                nesterov=group["momentum"] > 0,
                 maximize=False,
             )
             return
@@ -185,29 +170,29 @@ class Muon(BatchedOptimizer):
             beta2=group["betas"][1],
             lr=lr,
             weight_decay=0.0,
-            eps=group["aux_eps"],
+            eps=_AUX_EPS,
             maximize=False,
         )
 
 
-def orthogonalize(matrices: Tensor, *, steps: int, eps: float) -> Tensor:
+def orthogonalize(matrices: Tensor) -> Tensor:
     """Compute (3) and (4) for matrices of one shape, [n, rows, columns], in their type."""
     a, b, c = _COEFFICIENTS
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
-    for _ in range(steps):
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=_EPS)
+    for _ in range(_ITERATIONS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
 
 
-def orthogonalization_flops(shapes: Iterable[torch.Size], steps: int = 5) -> int:
+def orthogonalization_flops(shapes: Iterable[torch.Size]) -> int:
     """Return the operations of (4) for gradients of these shapes, 2 for each product."""
     flops = 0
     for shape in shapes:
         rows, columns = sorted((shape[0], shape.numel() // shape[0]))
-        flops += steps * (4 * rows**2 * columns + 2 * rows**3)
+        flops += _ITERATIONS * (4 * rows**2 * columns + 2 * rows**3)
     return flops
 
 
@@ -269,9 +254,7 @@ def _from_matrix(matrix: Tensor, param: Tensor) -> Tensor:
     return matrix.reshape([param.shape[d] for d in order]).permute(inverse)
 
 
-def _ns_dtype(param: Tensor, name: str | None) -> torch.dtype:
-    if name is not None:
-        dtype: torch.dtype = getattr(torch, name)
-        return dtype
+def iteration_dtype(param: Tensor) -> torch.dtype:
+    """Return the type of (4): bfloat16 on a GPU; on a CPU, which is slow at it, float32."""
     on_cpu = param.device.type == "cpu"
     return torch.promote_types(param.dtype, torch.float32) if on_cpu else torch.bfloat16

@@ -5,14 +5,12 @@
     w        steps of the warm-up
     a, b     initial and final rate           g    gamma, factor of each drop
     e        step at which the rate is a/2    k    steepness, per step
-    f        increasing through the origin; x itself unless given
 
     Constant      a
     MultiStep     a g^(milestones <= t)
-    Linear        a + (b - a) t/T
     Polynomial    b + (a - b) (1 - t/T)^power
     Cosine        b + (a - b) (1 + cos(pi t/T)) / 2
-    ArcCotangent  (a / pi) arccot(f(k (t - e))), arccot in (0, pi)
+    ArcCotangent  (a / pi) arccot(k (t - e)), arccot in (0, pi)
     Warmup        t < w: linear   s + (a - s) t/w, or constant   s;  then the schedule after it
                   s    starting rate of the warm-up
 
@@ -40,7 +38,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -84,25 +81,13 @@ class MultiStep:
 
 
 @dataclass(frozen=True)
-class Linear:
-    """A straight line from `initial` to `final`."""
-
-    initial: float
-    final: float
-    steps: int
-
-    def lr(self, step: float) -> float:
-        return self.initial + (self.final - self.initial) * _progress(step, self.steps)
-
-
-@dataclass(frozen=True)
 class Polynomial:
-    """A power of the remaining steps; for `power` above 1 steep at first and flat at the end."""
+    """A power of the remaining steps: a straight line, or steep at first and flat at the end."""
 
     initial: float
     final: float
     steps: int
-    power: float
+    power: float = 1.0
 
     def lr(self, step: float) -> float:
         left = math.pow(1.0 - _progress(step, self.steps), self.power)
@@ -126,20 +111,16 @@ class Cosine:
 class ArcCotangent:
     """Near `initial` long before the step `half`, half of it at `half`, near 0 long after.
 
-    `steepness` (k, per step) scales the distance from `half` before `f` is applied. `f` must
-    increase through the origin, and be importable by name for the schedule to be pickled.
+    `steepness` (k, per step) scales the distance from `half`.
     """
 
     initial: float
     half: float
     steepness: float
-    f: Callable[[float], float] = float
 
     def lr(self, step: float) -> float:
         # atan2(1, x) is arccot x in (0, pi); pi/2 - atan x would lose its digits far out.
-        return (
-            self.initial / math.pi * math.atan2(1.0, self.f(self.steepness * (step - self.half)))
-        )
+        return self.initial / math.pi * math.atan2(1.0, self.steepness * (step - self.half))
 
 
 @dataclass(frozen=True)
@@ -172,7 +153,7 @@ class RelativeSchedule:
     `warmup` is a fraction. The shape `constant`, that of schedule-free optimizers, stays at 1. A
     step takes the value in the middle of its span, so that the rates of a schedule compressed into
     few steps have the same mean as those of the long one, and none is zero. The values are those
-    of `Warmup` with `Linear` or `Cosine`, but for rounding.
+    of `Warmup` with `Polynomial` or `Cosine`, but for rounding.
     """
 
     shape: Literal["linear", "cosine", "constant"]
@@ -245,7 +226,7 @@ def _after_warmup(
             milestones = tuple(epoch * steps_per_epoch for epoch in policy.milestones)
             return MultiStep(policy.initial, policy.gamma, milestones)
         case "linear":
-            return Linear(policy.initial, policy.final, decay_steps)
+            return Polynomial(policy.initial, policy.final, decay_steps)
         case "polynomial":
             return Polynomial(policy.initial, policy.final, decay_steps, policy.power)
         case "cosine":
@@ -261,9 +242,6 @@ ScalingRule = Literal["linear", "sqrt", "none"]
 
 
 def scale_lr(rule: ScalingRule, lr: float, from_batch_size: int, to_batch_size: int) -> float:
-    """Scale `lr` from one batch size to another. Raises ValueError for a size below 1."""
-    if min(from_batch_size, to_batch_size) < 1:
-        sizes = f"{to_batch_size} and {from_batch_size}"
-        raise ValueError(f"batch sizes must be at least 1, not {sizes}")
+    """Scale `lr` from one batch size to another."""
     ratio = to_batch_size / from_batch_size
     return lr * {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[rule]

@@ -92,7 +92,7 @@ def _fit(
 
 def _worker_main(arguments: dict[str, Any]) -> None:
     config: ResidentConfig = arguments["config"]
-    context, program = ray.train.get_context(), config.workers
+    context, program = ray.train.get_context(), config.program
     rank, world_size = context.get_world_rank(), context.get_world_size()
     serve(
         config,
@@ -149,4 +149,4 @@ class ReportLostSlot(TrialProgressCallback):
 def _slot_main(trial: dict[str, Any]) -> None:
     config: ResidentConfig = trial["config"]
     index: int = trial["slot"]
-    serve(config, SLOT_POOL, index, lambda _: config.make_slot(config, index))
+    serve(config, SLOT_POOL, index, lambda _: config.program.make_slot(config, index))

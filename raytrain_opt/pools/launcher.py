@@ -68,4 +68,4 @@ class PoolLauncher:
 
     def run_workers(self, config: ResidentConfig) -> None:
         """Run the workers; see `pools.launch_pools`."""
-        self._pools.run_workers(config, config.workers.trainer(config))
+        self._pools.run_workers(config, config.program.trainer(config))

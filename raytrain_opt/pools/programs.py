@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import ray
 from ray import cloudpickle
@@ -30,34 +30,17 @@ if TYPE_CHECKING:
 _COLLECTIVE_MARGIN_S = 60
 
 
-class WorkerProgram(Protocol):
-    """What a worker process runs, and how Ray Train starts it.
+class SynchronousProgram:
+    """What runs in workers that compute each step together, and in slots.
 
     Pickled with the configuration; Ray Train and torch are imported inside the methods, because
     the driver creates these objects and imports neither.
     """
 
-    @property
-    def forms_group(self) -> bool:
-        """Whether workers form one process group, so that one failure restarts all."""
+    forms_group: ClassVar[bool] = True  # of all workers, so that one failure restarts all
 
     def trainer(self, config: ResidentConfig) -> Callable[..., Any]:
-        """Import a trainer of Ray Train; return what takes the arguments that all have."""
-
-    def join_group(self, context: TrainContext) -> Group:
-        """Return those that execute each command together with this worker process."""
-
-    def make_handler(self, config: ResidentConfig, context: TrainContext, group: Group) -> Handler:
-        """Build what executes commands, inside the worker process of this context."""
-
-
-class SynchronousWorkers:
-    """Workers that compute each step together (`pools.worker`)."""
-
-    forms_group = True
-
-    def trainer(self, config: ResidentConfig) -> Callable[..., Any]:
-        """Import TorchTrainer, which connects the workers."""
+        """Import TorchTrainer, which connects workers; return what takes Ray Train's arguments."""
         from ray.train.torch import TorchTrainer
 
         from raytrain_opt.pools.process_group import OneAddressTorchConfig, backend_of
@@ -82,7 +65,7 @@ class SynchronousWorkers:
 
         from raytrain_opt.pools.state_store import GroupObjectStore
         from raytrain_opt.pools.worker import Worker
-        from raytrain_opt.train.data_parallel import begin_communicator_warmup, distribute
+        from raytrain_opt.train.data_parallel import DataParallel, begin_communicator_warmup
         from raytrain_opt.train.learner import Learner
 
         device = ray.train.torch.get_device()
@@ -90,7 +73,7 @@ class SynchronousWorkers:
 
         def join(model: nn.Module, section: ParallelSection) -> Parallel:
             connection.result()
-            return distribute(model, section)
+            return DataParallel(model, section)
 
         torch.set_num_threads(compute_threads(config.threads, context.get_local_world_size()))
         learner = Learner(*config.fetch_inputs(), device, join)
@@ -98,22 +81,21 @@ class SynchronousWorkers:
         store = GroupObjectStore(group)
         return Worker(learner, rank, world_size, connection.result(), store)
 
+    def make_slot(self, config: ResidentConfig, index: int) -> Handler:
+        """Build what trains candidates (`pools.candidates`), inside the slot process."""
+        import torch
 
-def make_training_slot(config: ResidentConfig, index: int) -> Handler:
-    """Build what trains candidates (`pools.candidates`), inside the slot process."""
-    import torch
+        from raytrain_opt.pools.state_store import ObjectStore
+        from raytrain_opt.pools.worker import Slot
+        from raytrain_opt.train.learner import Learner
 
-    from raytrain_opt.pools.state_store import ObjectStore
-    from raytrain_opt.pools.worker import Slot
-    from raytrain_opt.train.learner import Learner
-
-    plan = config.plan
-    # Slots and workers take turns: together, slots have the threads of the workers.
-    cores = None if config.threads is None else config.threads * plan.workers_per_node
-    torch.set_num_threads(compute_threads(None, plan.slots_per_node, cores))
-    device = torch.device("cuda" if config.plan.use_gpu else "cpu")
-    learner = Learner(*config.fetch_inputs(), device)
-    return Slot(learner, index, ObjectStore(), config.candidate_batch)
+        plan = config.plan
+        # Slots and workers take turns: together, slots have the threads of the workers.
+        cores = None if config.threads is None else config.threads * plan.workers_per_node
+        torch.set_num_threads(compute_threads(None, plan.slots_per_node, cores))
+        device = torch.device("cuda" if config.plan.use_gpu else "cpu")
+        learner = Learner(*config.fetch_inputs(), device)
+        return Slot(learner, index, ObjectStore(), config.candidate_batch)
 
 
 @dataclass(frozen=True)
@@ -130,8 +112,7 @@ class ResidentConfig:
     run_id: str
     mailbox: Any  # handle of the Mailbox actor
     ray_storage_path: str
-    workers: WorkerProgram = field(default_factory=SynchronousWorkers)
-    make_slot: Callable[[ResidentConfig, int], Handler] = make_training_slot
+    program: SynchronousProgram = field(default_factory=SynchronousProgram)
 
     @property
     def leave_s(self) -> float:

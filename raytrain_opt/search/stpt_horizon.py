@@ -100,7 +100,7 @@ class HorizonStpt(Policy):
 
     @property
     def search_updates(self) -> float:
-        if self.length.includes_search or self._race(History()) is None:
+        if not self.length.known_epochs or self._race(History()) is None:
             return 0
         return self.budget(History())
 
@@ -115,7 +115,7 @@ class HorizonStpt(Policy):
         """
         cost, steps = self.section.max_search_cost, self._updates(history)
         fraction = _USUAL_COST if cost == "auto" else cost
-        if self.length.includes_search:
+        if not self.length.known_epochs:
             return steps * fraction / (1 + fraction)
         if cost != "auto":
             return fraction * steps

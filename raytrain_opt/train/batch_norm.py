@@ -14,7 +14,6 @@ integers become those of micro-batch 0. With one micro-batch per step, this is t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from itertools import compress
 from types import MethodType
@@ -183,34 +182,22 @@ def recalibrate(model: nn.Module, steps: Iterable[Callable[[], object]]) -> None
 
     `steps`: the forward passes of each step, which end with `StepBuffers.end_step`.
     """
-    with preserve_modes(model), _momentum_of_step(model) as set_step, torch.no_grad():
-        for number, forward in enumerate(steps, 1):
-            set_step(number)
-            with torch.enable_grad():  # a loss may use torch.autograd.grad
-                forward()
-
-
-@contextmanager
-def _momentum_of_step(model: nn.Module) -> Iterator[Callable[[int], None]]:
-    """Reset the statistics and set the momentum of cumulative averages, in training mode.
-
-    With the momentum None, torch reads the number of batches from the device, and waits.
-    """
-    model.train()
-    layers = [layer for layer in _layers(model).values() if layer.training]
-    momenta = [layer.momentum for layer in layers]
-
-    def set_step(number: int) -> None:
+    with preserve_modes(model), torch.no_grad():
+        model.train()
+        layers = [layer for layer in _layers(model).values() if layer.training]
+        momenta = [layer.momentum for layer in layers]
         for layer in layers:
-            layer.momentum = 1 / number
-
-    for layer in layers:
-        layer.reset_running_stats()
-    try:
-        yield set_step
-    finally:
-        for layer, momentum in zip(layers, momenta, strict=True):
-            layer.momentum = momentum
+            layer.reset_running_stats()
+        try:
+            for number, forward in enumerate(steps, 1):
+                for layer in layers:
+                    # With the momentum None, torch reads the number of batches from the device.
+                    layer.momentum = 1 / number
+                with torch.enable_grad():  # a loss may use torch.autograd.grad
+                    forward()
+        finally:
+            for layer, momentum in zip(layers, momenta, strict=True):
+                layer.momentum = momentum
 
 
 def has_statistics(model: nn.Module) -> bool:

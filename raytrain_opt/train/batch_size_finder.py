@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from raytrain_opt.config.batch_size import BatchSizeSection
 from raytrain_opt.data.base import Batch
 from raytrain_opt.errors import DataError, JobError, Problem
-from raytrain_opt.optim.epoch_steps import Epochs, Time
+from raytrain_opt.optim.epoch_steps import Length
 from raytrain_opt.results import Probe
 from raytrain_opt.search.batch_size.strategy import (
     ProbeRequest,
@@ -110,14 +109,13 @@ class MinibatchSizeOptimizer:
     def _search(
         self, training: ProbedTraining, samples: int, epochs: int | None
     ) -> MinibatchChoice:
-        length = Time(math.inf) if epochs is None else Epochs(epochs)
+        length = Length(epochs or 0)
         largest = largest_size(self.section, self.section.initial, samples, length)
         strategy = build_strategy(self.section, SizeBounds(largest, samples))
         probes: list[Probe] = []
         sampler = open_probe_sampler(self.section, training.device, torch.get_num_threads())
-        with closing(sampler):
-            while isinstance(proposal := strategy.propose(probes), ProbeRequest):
-                probes.append(measure(training, proposal.batch_size, self.section, sampler))
+        while isinstance(proposal := strategy.propose(probes), ProbeRequest):
+            probes.append(measure(training, proposal.batch_size, self.section, sampler))
         left = Updates.count(samples, proposal.batch_size, length)
         reason = f"{proposal.reason}; updates: {left}"
         return MinibatchChoice(proposal.batch_size, reason, tuple(probes))

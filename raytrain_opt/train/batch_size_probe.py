@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import count, islice, product
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,13 @@ from raytrain_opt.config.batch_size import BatchSizeSection
 from raytrain_opt.data.base import Batch, no_op
 from raytrain_opt.errors import ResourcesError
 from raytrain_opt.models.factory import preserve_model
-from raytrain_opt.monitoring import NullSampler, Sampler, UtilizationMonitor, open_sampler
+from raytrain_opt.monitoring import (
+    Sampler,
+    open_sampler,
+    top_half_mean,
+    unknown_utilization,
+    watch_utilization,
+)
 from raytrain_opt.optim.averaging import use_training_weights
 from raytrain_opt.optim.update import update_weights
 from raytrain_opt.results import Probe
@@ -138,7 +145,7 @@ def open_probe_sampler(section: BatchSizeSection, device: torch.device, threads:
         # NVML cannot watch this GPU (MIG). Only a strategy that needs utilization must fail.
         if section.needs_utilization or section.utilization.sampler != "auto":
             raise
-        return NullSampler()
+        return unknown_utilization
 
 
 @contextmanager
@@ -163,21 +170,23 @@ def _measure(
     sampler: Sampler,
     steps_factor: int,
 ) -> Probe:
-    memory = _Memory(training.device, section.memory_reserve)
+    if training.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(training.device)
     loop = _Loop(training, batch_size)
     training.model.train()
     loop.run(_WARMUP_STEPS, _WARMUP_S)
-    with UtilizationMonitor(sampler, section.utilization.period_s) as monitor:
+    with watch_utilization(sampler, section.utilization.period_s) as utilization:
         loop.begin_timing()
-        while not _is_precise(loop.step_times_s(), len(monitor.samples), section, steps_factor):
+        while not _is_precise(loop.step_times_s(), len(utilization), section, steps_factor):
             loop.run(_TIMED_STEPS, _TIMED_S, min_steps=_MIN_STEPS)
     step_s, part_s = loop.step_times_s(), loop.timings_s().mean(axis=0)
     if steps_factor > 1:
         training.model.eval()
         training.evaluate(batch_size)
     mean_s, error_s = mean_and_error(step_s)
-    rate, samples = batch_size / mean_s, batch_size * len(step_s)
-    why = memory.exhausted()
+    rate = batch_size / mean_s
+    why = _missing_memory(training.device, section.memory_reserve)
     return Probe(
         batch_size,
         "out_of_memory" if why else "ok",
@@ -186,11 +195,10 @@ def _measure(
         steps=len(step_s),
         duration_s=sum(step_s),
         timings_s=dict(zip(STEP_PARTS, part_s.tolist(), strict=True)),
-        utilization_pct=monitor.top_half_mean_pct,
-        utilization_mean_pct=monitor.mean_pct,
-        utilization_samples=len(monitor.samples),
-        peak_memory_mib=memory.peak_bytes() / _MIB,
-        joule_per_sample=None if monitor.energy_j is None else monitor.energy_j / samples,
+        utilization_pct=top_half_mean(utilization),
+        utilization_mean_pct=fmean(utilization),
+        utilization_samples=len(utilization),
+        peak_memory_mib=_peak_memory_bytes(training.device) / _MIB,
         why=why,
     )
 
@@ -270,33 +278,25 @@ def _is_precise(
     return precise and enough
 
 
-class _Memory:
-    """The memory that a probe takes: of the GPU, or without one, of the node."""
+def _peak_memory_bytes(device: torch.device) -> int:
+    """Return the peak of this process on a GPU; on CPU, what the process uses now."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    return int(psutil.Process().memory_info().rss)
 
-    def __init__(self, device: torch.device, reserve: float) -> None:
-        self._device, self._reserve = device, reserve
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device)
 
-    def peak_bytes(self) -> int:
-        """Return the peak of this process on a GPU; on CPU, what the process uses now."""
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_reserved(self._device)
-        return int(psutil.Process().memory_info().rss)
-
-    def exhausted(self) -> str:
-        """Return why less than the reserve is free; empty if enough is."""
-        if self._device.type == "cuda":
-            now_free, total = torch.cuda.mem_get_info(self._device)
-            # Less by what others use: the context, NCCL, a slot beside a worker.
-            free = now_free + torch.cuda.memory_reserved(self._device) - self.peak_bytes()
-        else:
-            memory = psutil.virtual_memory()
-            total, free = memory.total, memory.available
-        if free >= self._reserve * total:
-            return ""
-        return (
-            f"{free / _MIB:,.0f} of {total / _MIB:,.0f} MiB were free, less than "
-            f"memory_reserve: {self._reserve:g}"
-        )
+def _missing_memory(device: torch.device, reserve: float) -> str:
+    """Return why less than the reserve of the GPU's or the node's memory is free, or ""."""
+    if device.type == "cuda":
+        now_free, total = torch.cuda.mem_get_info(device)
+        # Less by what others use: the context, NCCL, a slot beside a worker.
+        free = now_free + torch.cuda.memory_reserved(device) - _peak_memory_bytes(device)
+    else:
+        memory = psutil.virtual_memory()
+        total, free = memory.total, memory.available
+    if free >= reserve * total:
+        return ""
+    return (
+        f"{free / _MIB:,.0f} of {total / _MIB:,.0f} MiB were free, less than "
+        f"memory_reserve: {reserve:g}"
+    )

@@ -14,7 +14,8 @@ checkpoints before it has loaded torch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -250,43 +251,30 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     """Read the model's tensors, for `model.load_state_dict`. Raises CheckpointError."""
     from safetensors.torch import load_file
 
-    try:
-        return load_file(folder / WEIGHTS)
-    except Exception as error:
-        raise _unreadable(folder / WEIGHTS, error) from error
+    with _readable(folder / WEIGHTS) as path:
+        return load_file(path)
 
 
 def read_metadata(folder: Path) -> dict[str, str]:
     """Read the texts that were saved with the model's tensors. Raises CheckpointError."""
     from safetensors import safe_open
 
-    try:
-        with safe_open(folder / WEIGHTS, "pt") as file:
-            return file.metadata() or {}
-    except Exception as error:
-        raise _unreadable(folder / WEIGHTS, error) from error
-
-
-def read_rest(folder: Path) -> dict[str, Any]:
-    """Read optimizer, scaler and progress without executing code. Raises CheckpointError."""
-    import torch
-
-    file = folder / _REST
-    try:
-        rest: dict[str, Any] = torch.load(file, weights_only=True)
-    except Exception as error:  # damage can look like anything to an unpickler
-        raise _unreadable(file, error) from error
-    if not isinstance(rest, dict) or not {"optimizer", "scaler", "progress"} <= rest.keys():
-        raise _unreadable(file, "it has no optimizer, scaler and progress")
-    return rest
+    with _readable(folder / WEIGHTS) as path, safe_open(path, "pt") as file:
+        return file.metadata() or {}
 
 
 def read_checkpoint(folder: Path) -> tuple[TrainingState, dict[str, Any]]:
-    """Read the state and the progress of a checkpoint. Raises CheckpointError."""
+    """Read the state and the progress of a checkpoint, without executing code in it.
+
+    Raises CheckpointError.
+    """
+    import torch
+
     from raytrain_opt.train.state import to_cpu_state
 
-    rest, weights = read_rest(folder), read_weights(folder)
-    try:
+    weights = read_weights(folder)
+    with _readable(folder / _REST) as path:
+        rest = torch.load(path, weights_only=True)
         state = to_cpu_state(
             weights,
             rest["optimizer"],
@@ -294,9 +282,7 @@ def read_checkpoint(folder: Path) -> tuple[TrainingState, dict[str, Any]]:
             copy=False,
             optimizer_index=rest["optimizer_index"],
         )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise _unreadable(folder / _REST, error) from error
-    return state, rest["progress"]
+        return state, rest["progress"]
 
 
 def read_index(folder: Path) -> list[Checkpoint]:
@@ -315,8 +301,13 @@ def read_index(folder: Path) -> list[Checkpoint]:
         ) from error
 
 
-def _unreadable(file: Path, cause: Exception | str) -> CheckpointError:
-    text = f"{type(cause).__name__}: {cause}" if isinstance(cause, Exception) else cause
-    return CheckpointError(
-        f"{file} is damaged, or was not written by this package; no code in it was run: {text}"
-    )
+@contextmanager
+def _readable(file: Path) -> Iterator[Path]:
+    """Raise CheckpointError for a file that cannot be read: damage can look like anything."""
+    try:
+        yield file
+    except Exception as error:
+        raise CheckpointError(
+            f"{file} is damaged, or was not written by this package; no code in it was run: "
+            f"{type(error).__name__}: {error}"
+        ) from error

@@ -6,11 +6,9 @@ Gradients and buffers are added along one tree, in a single process as between s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from inspect import signature
 from typing import Any
 
@@ -23,14 +21,11 @@ from torch.utils.hooks import RemovableHandle
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.updates import ParallelSection
-from raytrain_opt.errors import DataError, JobError, Problem, listed
-from raytrain_opt.results import EvalTotals
+from raytrain_opt.errors import JobError, Problem, listed
 from raytrain_opt.threads import start_thread
 from raytrain_opt.train.batch_norm import StepBuffers
 from raytrain_opt.train.gradient_noise import NoiseTracker, Pair, Scale
 from raytrain_opt.train.micro_batches import LoadBalance, MicroBatches
-from raytrain_opt.train.phase import first_failure
-from raytrain_opt.train.task import Task, aggregate, aggregates, metric_of
 from raytrain_opt.train.tree_sum import TreeExchange, TreeSum, additions_after
 
 _DDP_ARGUMENTS = signature(DistributedDataParallel).parameters
@@ -130,7 +125,8 @@ class Parallel:
 class DataParallel(Parallel):
     """DistributedDataParallel, which sends gradients in buckets during the backward pass.
 
-    Gradients are views of the buckets.
+    Gradients are views of the buckets. The process group must be initialized, and all ranks must
+    make the same calls.
     """
 
     distributed = True
@@ -371,37 +367,30 @@ def begin_communicator_warmup(device: torch.device) -> Future[float]:
     Meanwhile, model and data are built. NCCL connects on first use, which would make the first
     step slow. gloo connects when the process group is initialized, so initialize it before. Until
     the result is there, this process must not communicate, or the ranks would mix up their
-    messages: call `distribute` only afterwards.
+    messages: create `DataParallel` only afterwards.
     """
-    return start_thread(lambda: _send_first_messages(device))
 
+    def connect() -> float:
+        started_s = monotonic_s()
+        # On a separate stream, so that it does not wait for the construction of the model.
+        stream = None
+        if device.type == "cuda":
+            # A thread begins with the first GPU, where leaving the stream would take memory, too.
+            torch.cuda.set_device(device)
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            for elements in _FIRST_MESSAGES[device.type]:
+                message, ranks = torch.zeros(elements, device=device), dist.get_world_size()
+                dist.all_reduce(message)
+                dist.broadcast(message, src=0)
+                TreeExchange([range(rank, rank + 1) for rank in range(ranks)], ranks).reduce(
+                    [message]
+                )
+            if stream is not None:
+                stream.synchronize()
+        return monotonic_s() - started_s
 
-def _send_first_messages(device: torch.device) -> float:
-    started_s = monotonic_s()
-    # On a separate stream, so that it does not wait for the construction of the model.
-    stream = None
-    if device.type == "cuda":
-        # A thread begins with the first GPU, where leaving the stream would take memory, too.
-        torch.cuda.set_device(device)
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        for elements in _FIRST_MESSAGES[device.type]:
-            message = torch.zeros(elements, device=device)
-            dist.all_reduce(message)
-            dist.broadcast(message, src=0)
-            ranks = dist.get_world_size()
-            TreeExchange([range(rank, rank + 1) for rank in range(ranks)], ranks).reduce([message])
-        if stream is not None:
-            stream.synchronize()
-    return monotonic_s() - started_s
-
-
-def distribute(model: nn.Module, section: ParallelSection) -> DataParallel:
-    """Wrap a model for data parallelism over the process group, which must be initialized.
-
-    All ranks must call this together, as it communicates.
-    """
-    return DataParallel(model, section)
+    return start_thread(connect)
 
 
 def bucket_arguments(
@@ -414,51 +403,3 @@ def bucket_arguments(
     if sizes_mib is None:
         return {}
     return {"bucket_cap_mb_list": sizes_mib} if takes_list else {"bucket_cap_mb": sizes_mib[-1]}
-
-
-def reduce_sums(values: Sequence[float], device: torch.device) -> list[float]:
-    """Sum each value over the process group, in float64; without a group, return the values."""
-    if not dist.is_initialized():
-        return list(values)
-    tensor = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(tensor)
-    return [float(value) for value in tensor.tolist()]
-
-
-def sum_over_ranks(totals: EvalTotals, device: torch.device) -> EvalTotals:
-    """Return the totals of the process group; times are this rank's."""
-    columns = (totals.samples, totals.loss_squares, *totals.sums.values())
-    samples, squares, *sums = reduce_sums(columns, device)
-    named = dict(zip(totals.sums, sums, strict=True))
-    failure = first_failure(totals.failure, sum(sums))
-    scored = replace(totals, samples=int(samples), sums=named, loss_squares=squares)
-    return replace(scored, failure=failure)
-
-
-def aggregate_ranks(task: Task, totals: EvalTotals) -> EvalTotals:
-    """Return the sums of all ranks with the metrics of the task's `aggregate`, alike on all.
-
-    The first rank computes them from the outputs of all ranks, which are in the order of the
-    samples. They are NaN if the loss is not finite. Raises DataError.
-    """
-    if not aggregates(task):
-        return totals
-    unknown = replace(totals, outputs=None, aggregated={metric_of(task).name: math.nan})
-    if not math.isfinite(totals.loss):
-        return unknown
-    parts: list[Any] = [totals.outputs]
-    if dist.is_initialized():
-        is_first = dist.get_rank() == 0
-        parts = [None] * dist.get_world_size()
-        dist.gather_object(totals.outputs, parts if is_first else None)
-    result: list[Any] = [None]
-    if parts[0] is not None:
-        try:
-            result = [aggregate(task, parts)]
-        except DataError as error:
-            result = [error]
-    if dist.is_initialized():
-        dist.broadcast_object_list(result)
-    if isinstance(result[0], DataError):
-        raise result[0]
-    return replace(unknown, aggregated=result[0])

@@ -8,21 +8,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.data import TrainingData
 from raytrain_opt.data.base import Batch
 from raytrain_opt.data.transforms import Preprocessing
+from raytrain_opt.errors import DataError
 from raytrain_opt.results import MAX_MISTAKES, EvalTotals, Predictions, Split
+from raytrain_opt.train.phase import first_failure
 from raytrain_opt.train.task import (
     Classification,
     Task,
+    aggregate,
     aggregates,
     checked_metrics,
     keep_outputs,
@@ -104,6 +108,48 @@ class Evaluator:
         """Return the sum of each metric over a batch, and of the squared losses, in float64."""
         columns = [values[name].double() for name in self.names]
         return torch.stack([column.sum() for column in [*columns, values["loss"].double() ** 2]])
+
+
+def add_ranks(task: Task, part: EvalTotals, device: torch.device) -> EvalTotals:
+    """Return the totals of all ranks, alike on all, with the task's metrics of a whole set.
+
+    Times are this rank's. The first rank aggregates the outputs of all, in the order of the
+    samples. Its metrics are NaN if the loss is not finite. Raises DataError.
+    """
+    grouped = dist.is_initialized()
+    columns = (part.samples, part.loss_squares, *part.sums.values())
+    sums = torch.tensor(columns, dtype=torch.float64, device=device)
+    if grouped:
+        dist.all_reduce(sums)
+    samples, squares, *values = sums.tolist()
+    totals = replace(
+        part,
+        samples=int(samples),
+        sums=dict(zip(part.sums, values, strict=True)),
+        loss_squares=squares,
+        failure=first_failure(part.failure, sum(values)),
+    )
+    if not aggregates(task):
+        return totals
+    unknown = replace(totals, outputs=None, aggregated={metric_of(task).name: math.nan})
+    if not math.isfinite(totals.loss):
+        return unknown
+    parts: list[Any] = [totals.outputs]
+    if grouped:
+        is_first = dist.get_rank() == 0
+        parts = [None] * dist.get_world_size()
+        dist.gather_object(totals.outputs, parts if is_first else None)
+    result: list[Any] = [None]
+    if parts[0] is not None:
+        try:
+            result = [aggregate(task, parts)]
+        except DataError as error:
+            result = [error]
+    if grouped:
+        dist.broadcast_object_list(result)
+    if isinstance(result[0], DataError):
+        raise result[0]
+    return replace(unknown, aggregated=result[0])
 
 
 class PredictionRecorder(nn.Module):

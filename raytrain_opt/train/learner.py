@@ -44,8 +44,8 @@ from raytrain_opt.results import (
     TrainTotals,
 )
 from raytrain_opt.train import batch_norm
-from raytrain_opt.train.data_parallel import Parallel, aggregate_ranks, sum_over_ranks
-from raytrain_opt.train.evaluation import Evaluator
+from raytrain_opt.train.data_parallel import Parallel
+from raytrain_opt.train.evaluation import Evaluator, add_ranks
 from raytrain_opt.train.kernels import autocast_dtype, choose_kernels, compile_model, eager
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -155,7 +155,7 @@ class Learner:
         self._update_check = UpdateCheck(self.model, self.optimizer)
         average = self.config.average
         if average is not None and not averaging.averages_weights(self.optimizer):
-            averaging.attach_ema(self.optimizer, average.decay)
+            averaging.attach_ema(self.optimizer, average)
         self.clip_norm = self.config.optimizers[index].clip_norm
         self._weight_decays = get_weight_decays(self.optimizer)
 
@@ -184,7 +184,7 @@ class Learner:
         ran before. In a `search` the validation split is held out.
         """
         self._use_optimizer(steps.optimizer)
-        grown = micro_batches.split(ramp_factor(self.config.batch_ramp.steps, epoch))
+        grown = micro_batches.split(ramp_factor(self.config.batch_ramp, epoch))
         self._begin_phase(epoch, grown, search=search, held_out=steps.held_out)
         decays = [steps.weight_decay_factor * decay for decay in self._weight_decays]
         set_weight_decays(self.optimizer, decays)
@@ -356,7 +356,7 @@ class Learner:
 
         All ranks must call this together. Raises DataError.
         """
-        return aggregate_ranks(self.task, sum_over_ranks(part, self.device))
+        return add_ranks(self.task, part, self.device)
 
     def finish_phase(self, *, fresh: bool = False) -> None:
         """Let BatchNorm's running averages belong to the weights. Raises JobError if ranks differ.
@@ -396,7 +396,7 @@ class Learner:
         return self._global_batch_size(self._phase.epoch) // self._phase.micro_batches.count
 
     def _global_batch_size(self, epoch: int) -> int:
-        return self.config.global_batch_size * ramp_factor(self.config.batch_ramp.steps, epoch)
+        return self.config.global_batch_size * ramp_factor(self.config.batch_ramp, epoch)
 
     def wait_for_device(self) -> None:
         """Wait until the device has finished all queued work; for measuring time."""

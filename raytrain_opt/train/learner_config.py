@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 from raytrain_opt.config.data import DataSection, HoldOut
 from raytrain_opt.config.schema import (
@@ -16,11 +16,10 @@ from raytrain_opt.config.schema import (
 )
 from raytrain_opt.config.section import function_name
 from raytrain_opt.config.updates import (
-    AverageSection,
     BatchNormSection,
-    BatchRampSection,
     OptimizerSection,
     ParallelSection,
+    RampStep,
 )
 from raytrain_opt.results import EVAL_BLOCK_SIZE
 
@@ -42,9 +41,9 @@ class LearnerConfig:
     task: TaskSection
     loss: LossSection
     optimizers: tuple[OptimizerSection, ...]
-    average: AverageSection | None
+    average: Literal["auto"] | float | None
     batch_norm: BatchNormSection
-    batch_ramp: BatchRampSection
+    batch_ramp: list[RampStep]
     parallel: ParallelSection
     precision: Precision
     channels_last: bool

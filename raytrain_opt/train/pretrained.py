@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -28,7 +27,7 @@ _PATH = "model.weights"
 _SHOWN = 5
 # Where training code keeps a network's tensors in a larger file.
 _KEYS = ("state_dict", "model_state_dict", "model", "module", "network", "net", "weights")
-# What timm and transformers write into a folder, perhaps in parts.
+# What timm and transformers write into a folder.
 _FOLDER_FILES = ("model.safetensors", "pytorch_model.bin")
 # Names in the files of torchvision's DenseNets: `denselayer1.norm.1`, now `denselayer1.norm1`.
 _OLD_NAME = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)")
@@ -46,8 +45,9 @@ def read_pretrained(section: ModelSection) -> dict[str, Tensor]:
         # Of the file of a checkpoint, the digest may be known.
         if path is not None and path.is_file() and path.resolve().name != WEIGHTS:
             return _read_file(path)
-        if path is not None and path.is_dir() and (files := _files_of_folder(path)):
-            return {name: t for file in files for name, t in _read_file(file).items()}
+        for name in _FOLDER_FILES:
+            if path is not None and (path / name).is_file():
+                return _read_file(path / name)
         return read_weights(find_weights(weights, _PATH).folder)
     except CheckpointError as error:
         raise JobError([Problem(_PATH, str(error), repr(weights))]) from error
@@ -149,22 +149,6 @@ def _problems(what: str, names: set[str]) -> list[Problem]:
     some = sorted(names)
     more = f", and {len(some) - _SHOWN} more" if len(some) > _SHOWN else ""
     return [Problem(_PATH, f"{len(some)} tensors {what}: {', '.join(some[:_SHOWN])}{more}")]
-
-
-def _files_of_folder(folder: Path) -> list[Path]:
-    """Return the files of tensors in a folder of timm or transformers; none in any other one."""
-    for name in _FOLDER_FILES:
-        if (folder / name).is_file():
-            return [folder / name]
-        try:
-            parts = json.loads((folder / f"{name}.index.json").read_text())["weight_map"].values()
-            return [folder / Path(part).name for part in sorted(set(parts))]
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            rule = f"has an index of parts, {name}.index.json, that cannot be read: {error}"
-            raise JobError([Problem(_PATH, rule, repr(str(folder)))]) from error
-    return []
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:

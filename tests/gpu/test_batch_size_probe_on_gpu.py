@@ -56,7 +56,6 @@ def test_parts_are_the_devices_and_add_up() -> None:
     training = probed()
     sampler = open_probe_sampler(SECTION, CUDA, threads=1)
     probe = measure(training, 128, SECTION, sampler)
-    sampler.close()
     assert probe.status == "ok"
     assert probe.duration_s == pytest.approx(sum(probe.timings_s.values()) * probe.steps)
     assert probe.timings_s["backward_s"] > probe.timings_s["forward_s"] / 4 > 0
@@ -79,7 +78,6 @@ def test_running_out_of_memory_is_a_result_and_gives_it_back() -> None:
     )
     training.batches = probed().batches
     assert measure(training, 32, SECTION, sampler).status == "ok"
-    sampler.close()
 
 
 def _on_device(size: int, on_copy: object) -> list[object]:

@@ -1,4 +1,4 @@
-"""LARS on a GPU: the formula, few kernels, no waits, captured graphs, the compiler. No Ray.
+"""LARS on a GPU: the formula, few kernels, no waits. No Ray.
 
 make test-gpu      or, in an environment with torch and without Ray:
 python -m pytest -m gpu tests/gpu
@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from raytrain_opt.optim import LARS
 from raytrain_opt.optim.factory import parameter_groups
+from raytrain_opt.optim.large_batch import LARS
 from tests.support.reference_lars import ReferenceLARS
 
 # The compiler and the debug mode warn about themselves, each version of torch differently.
@@ -47,11 +47,7 @@ def fill_gradients(model: nn.Module, seed: int) -> None:
         param.grad.normal_(generator=random)
 
 
-def assert_same(one: nn.Module, other: nn.Module, **tolerance: float) -> None:
-    torch.testing.assert_close(list(one.parameters()), list(other.parameters()), **tolerance)
-
-
-@pytest.mark.parametrize("changes", [{}, {"nesterov": True}, {"momentum": 0.0}, {"clip": True}])
+@pytest.mark.parametrize("changes", [{}, {"momentum": 0.0}])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
     [(torch.float64, 1e-10), (torch.float32, 1e-4), (torch.bfloat16, 0.02)],
@@ -69,10 +65,9 @@ def test_every_step_is_the_literal_formula(
         assert (mine - theirs).norm() <= tolerance * theirs.norm()
 
 
-@pytest.mark.parametrize("lr", [0.5, torch.tensor(0.5)])
-def test_no_step_waits_for_the_device(lr: float | Tensor) -> None:
+def test_no_step_waits_for_the_device() -> None:
     model = network()
-    optimizer = optimizer_of(model, lr=lr.cuda() if isinstance(lr, Tensor) else lr, clip=True)
+    optimizer = optimizer_of(model)
     fill_gradients(model, 0)
     try:
         torch.cuda.set_sync_debug_mode("error")
@@ -99,15 +94,3 @@ def kernels_of_a_step(layers: int) -> int:
 def test_more_layers_are_not_more_kernels() -> None:
     """A fused kernel takes at most 48 tensors; these networks have 46 and 16 vectors."""
     assert 0 < kernels_of_a_step(15) == kernels_of_a_step(5) < 30
-
-
-def test_a_compiled_step_is_the_same() -> None:
-    compiled, eager = network(2), network(2)
-    optimizer, other = optimizer_of(compiled), optimizer_of(eager)
-    update = torch.compile(optimizer.step, fullgraph=True)
-    for seed in range(3):
-        fill_gradients(compiled, seed)
-        update()
-        fill_gradients(eager, seed)
-        other.step()
-    assert_same(compiled, eager, rtol=1e-4, atol=1e-5)

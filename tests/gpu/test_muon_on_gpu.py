@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from raytrain_opt.optim import Muon
+from raytrain_opt.optim.muon import Muon
 from tests.support.reference_muon import ReferenceMuon
 
 # The compiler and the debug mode warn about themselves, each version of torch differently.

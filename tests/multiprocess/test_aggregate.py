@@ -18,7 +18,7 @@ from raytrain_opt import Job, run
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.errors import DataError, JobError
 from raytrain_opt.execution.check import try_job
-from raytrain_opt.train.data_parallel import Parallel, distribute
+from raytrain_opt.train.data_parallel import DataParallel, Parallel
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from tests.support.documents import example
@@ -78,7 +78,7 @@ def evaluate(rank: int, world_size: int, folder: Path) -> Results:
             LearnerConfig.from_job(job),
             load_shared_data(job.data),
             torch.device("cpu"),
-            distribute if world_size > 1 else Parallel,
+            DataParallel if world_size > 1 else Parallel,
         )
         for size in (1, 100, 1000):
             learner.config = replace(learner.config, eval_batch_size_per_worker=size)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from raytrain_opt.config.updates import ParallelSection
 from raytrain_opt.train.data_parallel import (
+    DataParallel,
     begin_communicator_warmup,
     bucket_arguments,
-    distribute,
 )
 from raytrain_opt.train.micro_batches import MicroBatches
 from tests.support.process_group import Results, run_ranks
@@ -76,7 +76,7 @@ def train(
     **section: Any,
 ) -> Results:
     """Train; return the state, the last gradients and the bytes of each bucket."""
-    parallel = distribute(model, ParallelSection.model_validate(section))
+    parallel = DataParallel(model, ParallelSection.model_validate(section))
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     parallel.begin_phase(STEPS, MicroBatches.all(2 * MICRO_BATCHES), lambda loss: loss)
     messages: list[list[int]] = []

@@ -15,7 +15,7 @@ from torch import nn
 from raytrain_opt.config.schema import Compile, Job
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.results import Steps
-from raytrain_opt.train.data_parallel import distribute
+from raytrain_opt.train.data_parallel import DataParallel
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -48,7 +48,7 @@ def learner(setting: Compile, world_size: int) -> Learner:
     }
     job = Job.model_validate(values)
     device = torch.device("cpu")
-    return Learner(LearnerConfig.from_job(job), load_shared_data(job.data), device, distribute)
+    return Learner(LearnerConfig.from_job(job), load_shared_data(job.data), device, DataParallel)
 
 
 def run_rank(rank: int, world_size: int, folder: Path) -> Results:

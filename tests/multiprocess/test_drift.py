@@ -24,7 +24,7 @@ from raytrain_opt.pools.worker import Worker
 from raytrain_opt.results import Steps
 from raytrain_opt.search.policy import Candidate, TryCandidates
 from raytrain_opt.train import phase_checks
-from raytrain_opt.train.data_parallel import Parallel, distribute
+from raytrain_opt.train.data_parallel import DataParallel, Parallel
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -96,7 +96,7 @@ CASES: dict[str, dict[str, Any]] = {
     "state": {"model": Net, "optimizer": {"name": RankSGD}},
     "noise": {"model": Net, "optimizer": {"name": NoisySGD}},
     "nan": {"model": Net, "lr": 1e30},
-    "muon": {"model": Net, "optimizer": "Muon", "average": {"decay": 0.5}},
+    "muon": {"model": Net, "optimizer": "Muon", "average": 0.5},
     "schedule-free": {"model": Net, "optimizer": "ScheduleFreeAdamW"},
     "compressed": {"model": Net, "parallel": {"compression": "bf16"}},
 }
@@ -114,7 +114,7 @@ def build(world_size: int, **changes: Any) -> Learner:
         **changes,
     }
     job = Job.model_validate(values)
-    connect = distribute if world_size > 1 else Parallel
+    connect = DataParallel if world_size > 1 else Parallel
     return Learner(LearnerConfig.from_job(job), load_shared_data(job.data), CPU, connect)
 
 

@@ -15,13 +15,14 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.optim import muon
 from raytrain_opt.results import Steps
-from raytrain_opt.train.data_parallel import Parallel, distribute
+from raytrain_opt.train.data_parallel import DataParallel, Parallel
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
 from tests.support.process_group import Results, run_ranks
 
 MICRO_BATCHES = 4
+DTYPES = ["float32", "bfloat16"]
 LRS = (0.02, 0.05, 0.05)
 
 
@@ -33,8 +34,8 @@ def network(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
     return nn.Sequential(*layers, nn.AvgPool2d(3), nn.Flatten(), nn.Linear(8, num_classes))
 
 
-def job(ns_dtype: str) -> Job:
-    muon_args = {"ns_dtype": ns_dtype, "weight_decay": 0.1, "aux_lr_multiplier": 0.5}
+def job() -> Job:
+    muon_args = {"weight_decay": 0.1, "aux_lr_multiplier": 0.5}
     return Job.model_validate(
         {
             "model": network,
@@ -51,27 +52,28 @@ def counted(work: list[int]) -> Callable[..., Tensor]:
     """Return `orthogonalize`, which adds the number of its matrices to `work`."""
     original = muon.orthogonalize
 
-    def orthogonalize(matrices: Tensor, **settings: Any) -> Tensor:
+    def orthogonalize(matrices: Tensor) -> Tensor:
         work.append(len(matrices))
-        return original(matrices, **settings)
+        return original(matrices)
 
     return orthogonalize
 
 
-def train(ns_dtype: str, rank: int, world_size: int) -> dict[str, Any]:
+def train(dtype: torch.dtype, rank: int, world_size: int) -> dict[str, Any]:
     """Train a phase, then a second one twice from the same state."""
-    config = LearnerConfig.from_job(job(ns_dtype))
-    parallel = distribute if world_size > 1 else Parallel
+    config = LearnerConfig.from_job(job())
+    parallel = DataParallel if world_size > 1 else Parallel
     learner = Learner(config, load_shared_data(config.data), torch.device("cpu"), parallel)
     micro_batches = MicroBatches.all(MICRO_BATCHES)
     work: list[int] = []
-    with mock.patch.object(muon, "orthogonalize", counted(work)):
-        learner.train(1, Steps(0, LRS), micro_batches)
-    middle, ends = learner.state(copy=True), []
-    for _ in range(2):
-        learner.load(middle)
-        learner.train(1, Steps(len(LRS), LRS), micro_batches)
-        ends.append(learner.state(copy=True).digest())
+    with mock.patch.object(muon, "iteration_dtype", return_value=dtype):
+        with mock.patch.object(muon, "orthogonalize", counted(work)):
+            learner.train(1, Steps(0, LRS), micro_batches)
+        middle, ends = learner.state(copy=True), []
+        for _ in range(2):
+            learner.load(middle)
+            learner.train(1, Steps(len(LRS), LRS), micro_batches)
+            ends.append(learner.state(copy=True).digest())
     return {
         "matrices_per_step": sum(work) / len(LRS),
         "ends": ends,
@@ -79,11 +81,10 @@ def train(ns_dtype: str, rank: int, world_size: int) -> dict[str, Any]:
 
 
 def run_rank(rank: int, world_size: int, folder: Path) -> Results:
-    return {dtype: train(dtype, rank, world_size) for dtype in ("float32", "bfloat16")}
+    return {dtype: train(getattr(torch, dtype), rank, world_size) for dtype in DTYPES}
 
 
 MATRICES = 8
-DTYPES = ["float32", "bfloat16"]
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["two", "four"])

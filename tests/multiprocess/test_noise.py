@@ -19,7 +19,7 @@ from raytrain_opt.data import load_shared_data
 from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.results import Steps
 from raytrain_opt.train import gradient_noise
-from raytrain_opt.train.data_parallel import distribute
+from raytrain_opt.train.data_parallel import DataParallel
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -53,7 +53,7 @@ def build_learner(world_size: int, arrays: DatasetArrays | None, changes: Result
         "workers": {"count": world_size},
         **changes,
     }
-    return Learner(LearnerConfig.from_job(Job.model_validate(values)), arrays, CPU, distribute)
+    return Learner(LearnerConfig.from_job(Job.model_validate(values)), arrays, CPU, DataParallel)
 
 
 def compute_gradients(
@@ -81,8 +81,8 @@ def measure_constant_weights(
     """Measure every update at a learning rate of 0, in epoch 2 if `changes` has a batch ramp."""
     gradient_noise.MEASURE_EVERY = 1
     learner = build_learner(world_size, arrays, changes)
-    epoch = 2 if learner.config.batch_ramp.steps else 1
-    factor = learner.config.batch_ramp.steps[0].factor if learner.config.batch_ramp.steps else 1
+    epoch = 2 if learner.config.batch_ramp else 1
+    factor = learner.config.batch_ramp[0].factor if learner.config.batch_ramp else 1
     micro_batches = MicroBatches.all(world_size)
     norms = learner.train(epoch, Steps(0, (0.0,) * CONSTANT_STEPS), micro_batches).norms
     size = learner.config.global_batch_size * factor
@@ -99,7 +99,7 @@ def train_twice(
     """Train two phases, the second with accumulation; measure one of `every` updates."""
     gradient_noise.MEASURE_EVERY = every
     learner = build_learner(
-        world_size, arrays, {"batch_ramp": {"steps": [{"epoch": 2, "factor": 2}]}, **changes}
+        world_size, arrays, {"batch_ramp": [{"epoch": 2, "factor": 2}], **changes}
     )
     micro_batches = MicroBatches.all(world_size)
     first = learner.train(1, Steps(0, (0.05,) * STEPS), micro_batches).norms
@@ -113,7 +113,7 @@ def train_twice(
 
 def run_rank(rank: int, world_size: int, folder: Path) -> Results:
     arrays = load_shared_data(data_section())
-    ramp = {"batch_ramp": {"steps": [{"epoch": 2, "factor": 2}]}}
+    ramp = {"batch_ramp": [{"epoch": 2, "factor": 2}]}
     constant = {
         "plain": measure_constant_weights(rank, world_size, arrays),
         "accumulation": measure_constant_weights(rank, world_size, arrays, **ramp),

@@ -54,7 +54,7 @@ def _learner(optimizer: str, precision: str) -> Any:
             "global_batch_size": 64,
             "optimizer": optimizer,
             "precision": precision,
-            "average": None if optimizer.startswith("ScheduleFree") else {"decay": 0.9},
+            "average": None if optimizer.startswith("ScheduleFree") else 0.9,
         }
     )
     return Learner(LearnerConfig.from_job(job), load_shared_data(job.data), torch.device("cuda"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from raytrain_opt.pools.commands import (
     Command,
@@ -18,7 +18,7 @@ from raytrain_opt.pools.commands import (
     Pretrain,
     SendCandidateState,
 )
-from raytrain_opt.pools.programs import ResidentConfig, SynchronousWorkers
+from raytrain_opt.pools.programs import ResidentConfig, SynchronousProgram
 from raytrain_opt.pools.resident import Group
 from raytrain_opt.pools.state_store import GroupObjectStore, ObjectStore
 
@@ -67,14 +67,13 @@ class Echo:
 
 
 @dataclass(frozen=True)
-class EchoWorkers:
-    """Implements `pools.programs.WorkerProgram`. `environment`: of the processes."""
+class EchoProgram(SynchronousProgram):
+    """Its residents echo. `environment`: of the processes of workers."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
-    forms_group: ClassVar[bool] = True  # one death restarts all, as in a process group
 
     def trainer(self, config: ResidentConfig) -> Callable[..., Any]:
-        make_trainer = SynchronousWorkers().trainer(config)
+        make_trainer = super().trainer(config)
 
         def make(**arguments: Any) -> Any:
             arguments["run_config"].worker_runtime_env = {"env_vars": dict(self.environment)}
@@ -82,13 +81,8 @@ class EchoWorkers:
 
         return make
 
-    def join_group(self, context: Any) -> Group:
-        return SynchronousWorkers().join_group(context)
-
     def make_handler(self, config: ResidentConfig, context: Any, group: Group) -> Echo:
         return Echo(GroupObjectStore(group))
 
-
-def make_echo_slot(config: ResidentConfig, index: int) -> Echo:
-    """Take the place of `pools.programs.make_training_slot`."""
-    return Echo()
+    def make_slot(self, config: ResidentConfig, index: int) -> Echo:
+        return Echo()

@@ -14,13 +14,15 @@ from typing import Any
 
 import ray
 
-from raytrain_opt.cluster.connection import count_placeable
 from raytrain_opt.cluster.resources import PoolPlan
 from raytrain_opt.config.processes import TimeoutsSection
-from raytrain_opt.execution.start import start_launcher, start_mailbox
+from raytrain_opt.execution.start import (
+    make_slots,
+    make_workers,
+    start_launcher,
+    start_mailbox,
+)
 from raytrain_opt.pools.commands import (
-    SLOT_POOL,
-    WORKER_POOL,
     MainTrain,
     Pretrain,
     Progress,
@@ -33,7 +35,7 @@ from raytrain_opt.pools.state_store import RayStateStore
 from raytrain_opt.results import Steps
 from raytrain_opt.search.policy import Candidate, TryCandidates
 from raytrain_opt.train.learner_config import LearnerConfig
-from tests.support.echo import DRIVERS, STEPS, EchoWorkers, make_echo_slot
+from tests.support.echo import DRIVERS, STEPS, EchoProgram
 from tests.support.faults import Fault, Faults
 from tests.support.small_jobs import small_job
 
@@ -102,33 +104,14 @@ def echo_pools(
         run_id=f"echo-{time.time_ns()}",
         mailbox=mailbox,
         ray_storage_path=str(storage / "ray"),
-        workers=EchoWorkers(worker_environment or {}),
-        make_slot=make_echo_slot,
+        program=EchoProgram(worker_environment or {}),
     )
     happened = storage / "faults"
     happened.mkdir()
     config = Faults([Fault(**fault) for fault in faults], str(happened)).install(config)
     states = RayStateStore()
-    train = RayPool(
-        WORKER_POOL,
-        workers,
-        lambda: launcher.run_workers.remote(config),
-        mailbox,
-        states,
-        no_progress_s,
-        has_room=None
-        if config.min_workers == workers
-        else lambda: count_placeable(config.plan.worker_resources, 1, 10) == 1,
-    )
-    tune = RayPool(
-        SLOT_POOL,
-        slots,
-        lambda: launcher.run_slots.remote(config),
-        mailbox,
-        states,
-        no_progress_s,
-        can_lose_residents=True,
-    )
+    train = make_workers(config, launcher, states)
+    tune = make_slots(config, launcher, states)
     used = [pool for pool in (train, tune) if pool.size]
     with running(*used, launcher=launcher, stop_s=2):
         for pool in used:

@@ -32,7 +32,7 @@ from raytrain_opt.pools.commands import (
     Pretrain,
     SendCandidateState,
 )
-from raytrain_opt.pools.programs import ResidentConfig, WorkerProgram
+from raytrain_opt.pools.programs import ResidentConfig, SynchronousProgram
 from raytrain_opt.pools.resident import Group, Handler
 
 if TYPE_CHECKING:
@@ -96,8 +96,7 @@ class Faults:
 
     def install(self, config: ResidentConfig) -> ResidentConfig:
         """Return the configuration of residents that fail."""
-        make_slot = FaultySlots(config.make_slot, self)
-        return replace(config, workers=FaultyWorkers(config.workers, self), make_slot=make_slot)
+        return replace(config, program=FaultyProgram(config.program, self))
 
 
 def _fail(number: int, action: str) -> None:
@@ -142,14 +141,14 @@ class FaultyHandler:
 
 
 @dataclass(frozen=True)
-class FaultyWorkers:
-    """The program of workers that fail."""
+class FaultyProgram(SynchronousProgram):
+    """A program whose residents fail."""
 
-    program: WorkerProgram
+    program: SynchronousProgram
     faults: Faults
 
     @property
-    def forms_group(self) -> bool:
+    def forms_group(self) -> bool:  # type: ignore[override]
         return self.program.forms_group
 
     def trainer(self, config: ResidentConfig) -> Callable[..., Any]:
@@ -162,16 +161,9 @@ class FaultyWorkers:
         handler = self.program.make_handler(config, context, group)
         return FaultyHandler(handler, self.faults, WORKER_POOL, context.get_world_rank())
 
-
-@dataclass(frozen=True)
-class FaultySlots:
-    """Makes slots that fail."""
-
-    make_slot: Callable[[ResidentConfig, int], Handler]
-    faults: Faults
-
-    def __call__(self, config: ResidentConfig, index: int) -> Handler:
-        return FaultyHandler(self.make_slot(config, index), self.faults, SLOT_POOL, index)
+    def make_slot(self, config: ResidentConfig, index: int) -> Handler:
+        handler = self.program.make_slot(config, index)
+        return FaultyHandler(handler, self.faults, SLOT_POOL, index)
 
 
 @contextmanager

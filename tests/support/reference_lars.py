@@ -14,17 +14,14 @@ from torch import Tensor
 
 
 class ReferenceLARS(torch.optim.Optimizer):
-    """The reference, with the arguments, groups and state of `raytrain_opt.optim.LARS`."""
+    """The reference, with the arguments, groups and state of `large_batch.LARS`."""
 
     def __init__(self, params: Any, lr: float, **settings: Any) -> None:
         defaults = {
             "momentum": 0.9,
-            "dampening": 0.0,
             "weight_decay": 0.0,
-            "nesterov": False,
             "trust_coefficient": 0.001,
             "eps": 1e-8,
-            "clip": False,
             "adapt": True,
         }
         assert settings.keys() <= defaults.keys()
@@ -48,14 +45,13 @@ class ReferenceLARS(torch.optim.Optimizer):
                 state["momentum_buffer"] = change.clone()
             else:
                 state["momentum_buffer"].mul_(group["momentum"])
-                state["momentum_buffer"].add_(change, alpha=1 - group["dampening"])
-            buffer = state["momentum_buffer"]
-            change = change.add(buffer, alpha=group["momentum"]) if group["nesterov"] else buffer
+                state["momentum_buffer"].add_(change)
+            change = state["momentum_buffer"]
         param.add_(change, alpha=-float(group["lr"]))
 
 
 def trust_ratio(param: Tensor, grad: Tensor, group: dict[str, Any]) -> float:
-    """Return r of one layer, by (1) to (3)."""
+    """Return r of one layer, by (1) and (2)."""
     dtype = torch.promote_types(param.dtype, torch.float32)
     weight = torch.linalg.vector_norm(param, dtype=dtype).item()
     gradient = torch.linalg.vector_norm(grad, dtype=dtype).item()
@@ -63,4 +59,4 @@ def trust_ratio(param: Tensor, grad: Tensor, group: dict[str, Any]) -> float:
         return 1.0
     ratio: float = group["trust_coefficient"] * weight
     ratio /= gradient + group["weight_decay"] * weight + group["eps"]
-    return min(ratio / float(group["lr"]), 1.0) if group["clip"] else ratio
+    return ratio

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 
-def orthogonalize(u: Tensor, steps: int, eps: float) -> Tensor:
+def orthogonalize(u: Tensor) -> Tensor:
     """Compute (3) and (4) of one matrix."""
     x = u.T if u.shape[0] > u.shape[1] else u
-    x = x / max(float(torch.linalg.matrix_norm(x)), eps)
-    for _ in range(steps):
+    x = x / max(float(torch.linalg.matrix_norm(x)), 1e-7)
+    for _ in range(5):
         gram = x @ x.T
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
     return x.T if u.shape[0] > u.shape[1] else x
@@ -26,8 +26,7 @@ class ReferenceMuon:
     """Updates parameters of two dimensions or more by Muon, all others by SGD with momentum."""
 
     def __init__(self, params: list[Any], **settings: Any) -> None:
-        defaults = {"momentum": 0.6, "nesterov": True, "weight_decay": 0.0}
-        self.settings = {**defaults, "ns_steps": 5, "eps": 1e-7, **settings}
+        self.settings = {"momentum": 0.6, "weight_decay": 0.0, **settings}
         self.params, self.buffers = params, [torch.zeros_like(param) for param in params]
 
     @torch.no_grad()
@@ -42,9 +41,9 @@ class ReferenceMuon:
     def _orthogonal(self, param: Any, buffer: Tensor, lr: float) -> None:
         m, s = self.settings["momentum"], self.settings
         buffer.copy_(m * buffer + (1 - m) * param.grad)
-        u = (1 - m) * param.grad + m * buffer if s["nesterov"] else buffer
+        u = (1 - m) * param.grad + m * buffer
         matrix = u.contiguous().reshape(len(u), -1)
-        x = orthogonalize(matrix, s["ns_steps"], s["eps"]).reshape(param.shape)
+        x = orthogonalize(matrix).reshape(param.shape)
         rows, columns = matrix.shape
         param.mul_(1 - lr * s["weight_decay"])
         param.sub_(lr * max(1, rows / columns) ** 0.5 * x)
@@ -53,4 +52,4 @@ class ReferenceMuon:
         m, s = self.settings["momentum"], self.settings
         buffer.copy_(m * buffer + param.grad)
         param.mul_(1 - lr * s["weight_decay"])
-        param.sub_(lr * (param.grad + m * buffer if s["nesterov"] else buffer))
+        param.sub_(lr * (param.grad + m * buffer))

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raytrain_opt.monitoring import Sampler
 
+class ScriptedSampler:
+    """Returns the given values in order and repeats the last one; raises given exceptions.
 
-class ScriptedSampler(Sampler):
-    """Returns the given values in order and repeats the last one; raises given exceptions."""
+    The first call, which begins the first interval, returns none of them.
+    """
 
-    def __init__(
-        self, values: Sequence[float | Exception], energies_j: Sequence[float | None] = (None,)
-    ) -> None:
-        self._values, self._energies_j = list(values), list(energies_j)
-        self.closed = False
+    def __init__(self, values: Sequence[float | Exception]) -> None:
+        self._values: list[float | Exception] = [0.0, *values]
 
-    def sample(self) -> float:
+    def __call__(self) -> float:
         value = self._values.pop(0) if len(self._values) > 1 else self._values[0]
         if isinstance(value, Exception):
             raise value
         return value
-
-    def energy_j(self) -> float | None:
-        return self._energies_j.pop(0) if len(self._energies_j) > 1 else self._energies_j[0]
-
-    def close(self) -> None:
-        self.closed = True

@@ -59,7 +59,7 @@ def large_batch_job(folder: Path) -> Job:
             "scaling": {"reference_batch_size": 32},
         },
         "batch_norm": {"momentum": 0.2, "recalibrate_batches": 4},
-        "batch_ramp": {"steps": [{"epoch": 2, "factor": 2}]},
+        "batch_ramp": [{"epoch": 2, "factor": 2}],
         "parallel": {"gradient_buckets": [1, 2], "compression": "bf16"},
         "loss": {"name": "cross_entropy", "label_smoothing": 0.1},
     }

@@ -133,8 +133,6 @@ def round_line(epoch: int, winner: int | None = 1, **changes: Any) -> dict[str, 
         "winner": winner,
         "reason": "best validation accuracy of 3",
         "next_base_lr": 0.1 * (1.0 if winner is None else MULTIPLIERS[winner]),
-        "winner_sha256": "0" * 64,
-        "loaded_sha256": ["0" * 64] * 2,
         "timings_s": {"pretrain_s": 0.2},
         **changes,
     }
@@ -164,7 +162,6 @@ def probe_line(probe: int, batch_size: int, **changes: Any) -> dict[str, Any]:
         "utilization_mean_pct": 50.0 + probe,
         "utilization_samples": 4,
         "peak_memory_mib": 100.0 + batch_size,
-        "joule_per_sample": None,
         "error": "",
         **changes,
     }

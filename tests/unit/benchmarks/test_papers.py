@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from benchmarks.comparison_tasks import SYNTHETIC
 from benchmarks.comparison_units import Cache
 from benchmarks.papers import large_batch, stpt, survey
-from benchmarks.papers.trainings import accuracies, train_missing
 
 DATA = {"name": "digits"}
 
@@ -24,19 +21,6 @@ def test_every_row_of_stpt_is_a_job() -> None:
     alphas = [jobs[f"alpha_{pct}"].learning_rate.model_dump()["alpha"] for pct in (8, 25, 100)]
     assert alphas == [0.08, 0.25, 1.0]
     assert jobs["local"].workers.count == 8
-
-
-def test_a_training_is_computed_once(tmp_path: Path) -> None:
-    task = replace(SYNTHETIC, validation=0)
-    training = replace(large_batch.training("sgd", 32, 0), task=task, epochs=12)
-    cache = Cache([], tmp_path / "cache.jsonl")
-    train_missing([training], cache, tmp_path, tmp_path)
-    result = cache[training]
-    again = Cache([tmp_path / "cache.jsonl"], None)
-    train_missing([training], again, tmp_path, tmp_path)
-    assert again[training]["seconds"] == result["seconds"]  # not trained again
-    table = accuracies([training, replace(training, seed=1)], again)
-    assert (table["seeds"], table["mean"]) == (1, pytest.approx(100 * result["accuracy"]))
 
 
 @pytest.mark.parametrize("module", [large_batch, survey])

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
-from ray._private import ray_constants, services, state
+from ray._private import node, ray_constants, services, state
 from ray._private.node import Node
 from ray.core.generated.gcs_pb2 import ActorTableData, PlacementGroupTableData
 from ray.train.backend import Backend
@@ -21,13 +20,29 @@ import raytrain_opt
 from raytrain_opt.cluster import ray_private
 
 
-def test_the_switch_to_the_loopback_address_exists_and_is_put_back() -> None:
-    """Ray's own code reads it where it chooses the address of a node."""
-    assert ray_constants.ENABLE_RAY_CLUSTER is True
-    with ray_private.loopback_only():
-        assert ray_constants.ENABLE_RAY_CLUSTER is False
-    assert ray_constants.ENABLE_RAY_CLUSTER is True
-    assert "ENABLE_RAY_CLUSTER" in inspect.getsource(services)
+@pytest.mark.parametrize(
+    ("replace", "owner", "name", "user"),
+    [
+        (ray_private.loopback_only, ray_constants, "ENABLE_RAY_CLUSTER", services),
+        (ray_private.without_api_server, Node, "start_api_server", Node),
+        (lambda: ray_private.wait_for_local_node(0), services, "get_node", Node.__init__),
+        (ray_private.in_own_process_groups, services, "ConsolePopen", services.start_ray_process),
+        (
+            lambda: ray_private.start_processes_with("/folder/program.py"),
+            ray_constants,
+            "SETUP_WORKER_FILENAME",
+            node,
+        ),
+    ],
+)
+def test_what_is_replaced_while_ray_starts_exists_is_used_and_is_put_back(
+    replace: Any, owner: Any, name: str, user: Any
+) -> None:
+    before = getattr(owner, name)
+    with replace():
+        assert getattr(owner, name) != before
+    assert getattr(owner, name) == before
+    assert name in inspect.getsource(user)
 
 
 def test_the_start_of_the_local_node_is_waited_for_longer_than_ray_does(
@@ -41,18 +56,15 @@ def test_the_start_of_the_local_node_is_waited_for_longer_than_ray_does(
             raise RuntimeError("no such node")
         return address
 
-    assert "services.get_node(" in inspect.getsource(Node.__init__)
     monkeypatch.setattr(services, "get_node", registers_at_the_third_call)
     with ray_private.wait_for_local_node(60):
         assert services.get_node("address", "node") == "address"
     calls.clear()
     with ray_private.wait_for_local_node(0), pytest.raises(RuntimeError, match="no such node"):
         services.get_node("address", "node")
-    assert services.get_node is registers_at_the_third_call
 
 
 def test_rays_own_processes_get_a_process_group_of_their_own() -> None:
-    assert "= ConsolePopen(" in inspect.getsource(services.start_ray_process)
     with ray_private.in_own_process_groups():
         process = services.ConsolePopen(["sleep", "60"])
     try:
@@ -62,14 +74,8 @@ def test_rays_own_processes_get_a_process_group_of_their_own() -> None:
         process.wait()
 
 
-def test_the_program_that_starts_processes_is_replaced_and_put_back() -> None:
+def test_the_program_that_starts_processes_has_the_form_that_is_replaced() -> None:
     """Ray joins its name to a folder, and an absolute path replaces both."""
-    assert ray_constants.SETUP_WORKER_FILENAME == "setup_worker.py"
-    with ray_private.start_processes_with("/folder/program.py"):
-        assert ray_constants.SETUP_WORKER_FILENAME == "/folder/program.py"
-    assert ray_constants.SETUP_WORKER_FILENAME == "setup_worker.py"
-    from ray._private import node
-
     joined = r"os\.path\.join\([^=]*ray_constants\.SETUP_WORKER_FILENAME,\s*\)"
     assert re.search("setup_worker_path=" + joined, inspect.getsource(node))
     workers = Path(node.__file__).parent / "workers"
@@ -103,16 +109,6 @@ def test_the_tables_of_actors_and_groups_have_the_fields_that_are_read() -> None
     assert callable(GlobalStateAccessor.get_placement_group_table)
 
 
-def test_an_actor_handle_has_an_identity() -> None:
-    assert "_actor_id" in inspect.getsource(ray.actor.ActorHandle.__init__)
-
-
-@pytest.mark.parametrize("nil", [b"", b"\xff" * 28])
-def test_a_nil_identity_is_no_identity(nil: bytes) -> None:
-    assert ray_private._hex(nil) == ""
-    assert ray_private._hex(b"\x01\xff") == "01ff"
-
-
 def test_ray_train_starts_the_cleaner_that_is_left_out() -> None:
     source = inspect.getsource(DataParallelTrainer._create_default_callbacks)
     assert "PlacementGroupCleanerCallback()" in source
@@ -132,14 +128,6 @@ def test_a_trainer_has_its_other_callbacks() -> None:
     assert [type(callback) for callback in trainer._create_default_callbacks()] == [Other]
     renamed: Any = object()
     assert ray_private.without_cleaner(renamed) is renamed
-
-
-def test_a_local_node_starts_without_the_api_server() -> None:
-    before = Node.start_api_server
-    with ray_private.without_api_server():
-        assert Node.start_api_server != before
-    assert Node.start_api_server == before
-    assert "self.start_api_server(" in inspect.getsource(Node)
 
 
 def test_processes_import_from_the_folders_of_the_driver(tmp_path: Path) -> None:

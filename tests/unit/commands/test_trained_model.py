@@ -82,7 +82,7 @@ def test_a_loaded_model_makes_the_errors_that_evaluate_reports(digits: str) -> N
     assert (model.checkpoint, model.network.training) == ("epoch 1", False)
     predicted = model.probabilities(list(arrays.test_x)).argmax(1).numpy()
     [evaluated] = evaluate_runs([digits], ensemble=False).runs
-    assert (predicted != arrays.test_y).mean() == pytest.approx(evaluated.errors.top1_error)
+    assert (predicted != arrays.test_y).mean() == pytest.approx(evaluated.top1_error)
     single = load_model(f"{digits}/checkpoints/epoch-0001").network.state_dict()
     assert all(torch.equal(single[name], t) for name, t in model.network.state_dict().items())
 
@@ -102,7 +102,7 @@ def test_image_files_get_the_classes_of_their_folders(photo_run: str, photos: Pa
     assert len(predictions) == 12
     [evaluated] = evaluate_runs([photo_run], ensemble=False).runs
     wrong = [p for p in predictions if Path(p["image"]).parent.name != p["classes"][0]["name"]]
-    assert len(wrong) / 12 == pytest.approx(evaluated.errors.top1_error)
+    assert len(wrong) / 12 == pytest.approx(evaluated.top1_error)
 
 
 def test_a_run_under_a_uri(photo_run: str, photos: Path) -> None:

@@ -20,7 +20,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"batch_norm": {"recalibrate_batches": 2}}, "batch_norm.recalibrate_batches", TOGETHER),
     ({"precision": "fp16"}, "precision", TOGETHER),
     ({"optimizer": {"name": "SGD", "clip_norm": 1}}, "optimizer.clip_norm", TOGETHER),
-    ({"average": {"decay": "auto"}}, "average", TOGETHER),
+    ({"average": "auto"}, "average", TOGETHER),
     ({"optimizer": "RMSpropWarmup", "learning_rate": SCHEDULE}, "optimizer.name", TOGETHER),
     ({"workers": {"count": {"min": 1, "max": 2}}}, "workers.count", TOGETHER),
     (

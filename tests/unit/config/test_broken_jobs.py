@@ -265,7 +265,7 @@ def test_all_errors_are_reported_at_once() -> None:
 def test_a_schedule_free_optimizer_averages_by_itself(policy: str) -> None:
     lines = ["optimizer: ScheduleFreeSGD", f"learning_rate: {policy}"]
     assert parse_job("\n".join([*GOOD.values(), *lines])).average is None
-    [problem] = problems(*lines, "average: {decay: 0.9}")
+    [problem] = problems(*lines, "average: 0.9")
     assert problem.path == "average"
 
 
@@ -288,15 +288,15 @@ def test_all_broken_rules_between_sections_are_reported_at_once() -> None:
         "workers: {count: 3}",
         STPT + "warmup: {epochs: 3}}",
         "data: {name: digits, validation_fraction: 0}",
-        "batch_ramp: {steps: [{epoch: 3, factor: 2}, {epoch: 2, factor: 4}]}",
+        "batch_ramp: [{epoch: 3, factor: 2}, {epoch: 2, factor: 4}]",
     )
     assert [problem.path for problem in reported] == [
+        "learning_rate.warmup.epochs",
+        "batch_ramp",
+        "batch_ramp",
+        "batch_ramp",
         "data.validation_fraction",
         "global_batch_size",
-        "learning_rate.warmup.epochs",
-        "batch_ramp.steps",
-        "batch_ramp.steps",
-        "batch_ramp.steps",
     ]
 
 
@@ -343,10 +343,10 @@ def test_other_sections_are_checked_beyond_the_schema_too() -> None:
     with pytest.raises(JobError) as caught:
         parse_job("\n".join(lines.values()), check_sections=check_sections)
     assert [problem.path for problem in caught.value.problems] == [
-        "model.name",
-        "data.name",
         "epochs",
         "learning_rate.policy",
+        "model.name",
+        "data.name",
         "optimizer.name",
         "loss.name",
     ]

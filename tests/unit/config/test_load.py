@@ -73,7 +73,7 @@ def test_without_an_optimizer_the_search_chooses_one_where_it_can(
         ({"average": None}, False),
         ({"learning_rate": {"policy": "stpt"}}, False),
         ({"learning_rate": {"policy": "schedule"}}, False),
-        ({"learning_rate": {"policy": "schedule"}, "average": {}}, True),
+        ({"learning_rate": {"policy": "schedule"}, "average": "auto"}, True),
         ({"optimizer": "SGD", "parallel": {"mode": "async"}}, False),
     ],
 )
@@ -292,7 +292,7 @@ def test_later_overrides_win_and_the_mapping_stays_unchanged() -> None:
         ("data={name: image_folder, root: $D/x}", "data.root", "$D is not replaced"),
         ("data={name: shards, train: $D, test: b}", "data.train", "$D is not replaced"),
         ("data={name: arrays, train: [a, b], test: [c, $D]}", "data.test.1", "$D is not"),
-        ("model.args={bias: no}", "model.args.bias", "write true or false"),
+        ("model.args={a: {b: [no]}}", "model.args", "no may be text or a truth value"),
         ("data.augment.mixup=.nan", "data.augment.mixup", "finite"),
         ("epoch=3", "epoch", "did you mean 'epochs'?"),
     ],

@@ -311,7 +311,7 @@ def test_an_optimizer_that_was_chosen_is_recorded_and_replayed_bit_for_bit(
     assert weights[0] == weights[1]
 
 
-EMA = {"average": {"decay": 0.9}}
+EMA = {"average": 0.9}
 SCHEDULE_FREE = {
     "optimizer": {"name": "ScheduleFreeSGD", "args": {"weight_decay": 1e-4}},
     "learning_rate": {"policy": "schedule", "shape": "constant", "warmup": {"epochs": 1}},

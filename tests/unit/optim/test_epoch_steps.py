@@ -35,7 +35,7 @@ def test_updates_before_an_epoch_are_the_sum_of_all_earlier_epochs(steps: EpochS
 
 
 def test_a_batch_larger_than_the_data_names_its_field() -> None:
-    with pytest.raises(JobError, match=r"batch_ramp\.steps\.1\.factor.*40 samples"):
+    with pytest.raises(JobError, match=r"batch_ramp\.1\.factor.*40 samples"):
         epoch_steps(40, 8, RAMP)
     with pytest.raises(JobError, match="global_batch_size.*7 samples"):
         epoch_steps(7, 8)

@@ -9,7 +9,7 @@ import pytest
 
 from raytrain_opt.config.learning_rate import HorizonPolicy
 from raytrain_opt.config.updates import OptimizerSection
-from raytrain_opt.optim.epoch_steps import Epochs, EpochSteps, Time
+from raytrain_opt.optim.epoch_steps import EpochSteps, Length
 from raytrain_opt.search.collapse import Attempt, latest_attempt
 from raytrain_opt.search.policy import (
     Candidate,
@@ -84,7 +84,7 @@ def test_the_policy_trains_a_shorter_schedule_from_a_lower_peak() -> None:
     muon = OptimizerSection(name="Muon", args={"weight_decay": "auto"})
     section = HorizonPolicy(policy="stpt_horizon")
     facts = TaskFacts(validation_size=64)
-    policy = HorizonStpt(section, Epochs(EPOCHS), EpochSteps(96), (muon,), facts)
+    policy = HorizonStpt(section, Length(EPOCHS), EpochSteps(96), (muon,), facts)
     history, actions = SEARCHED, []
     for epoch in range(1, EPOCHS + 1):
         action = policy.next(epoch, history)
@@ -105,7 +105,7 @@ def test_the_policy_trains_a_shorter_schedule_from_a_lower_peak() -> None:
     assert [a.epoch for a in actions if a.scores] == [2 + 4, 2 + 9]
     assert [a.steps.held_out for a in actions] == [64] * (2 + 9) + [0] * 9
     assert [a.steps.weight_decay_factor > 0 for a in actions] == [False, True, False] + [True] * 17
-    shorter = replace(policy, length=Epochs(EPOCHS - 2))
+    shorter = replace(policy, length=Length(EPOCHS - 2))
     lrs = [lr * 10**0.5 for action in actions[2:] for lr in action.steps.lrs]
     expected = [lr for epoch in range(1, 19) for lr in lrs_of(shorter, epoch)]
     assert lrs == pytest.approx(expected)
@@ -119,6 +119,9 @@ def lrs_of(policy: HorizonStpt, epoch: int) -> tuple[float, ...]:
 
 def test_a_training_for_a_time_does_not_start_again() -> None:
     policy = HorizonStpt(
-        HorizonPolicy(policy="stpt_horizon"), Time(60.0), EpochSteps(96), (OptimizerSection(),)
+        HorizonPolicy(policy="stpt_horizon"),
+        Length(seconds=60.0),
+        EpochSteps(96),
+        (OptimizerSection(),),
     )
     assert policy.last_restart == 0

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from raytrain_opt.config.learning_rate import SchedulePolicy
 from raytrain_opt.errors import JobError
-from raytrain_opt.optim.epoch_steps import Epochs, EpochSpan, EpochSteps, Length, Time
+from raytrain_opt.optim.epoch_steps import EpochSpan, EpochSteps, Length
 from raytrain_opt.results import Steps
 from raytrain_opt.search.fixed_schedule import FixedSchedule, RecordedEpoch, RecordedSchedule
 from raytrain_opt.search.policy import History, StartAgain, TrainEpoch
@@ -39,7 +39,7 @@ def test_plateaus_are_those_of_torchs_scheduler() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=3, threshold=0.0, eps=0.0)
-    policy = scheduled(Epochs(60), EpochSteps(1), shape="plateau", gamma=0.5, patience=3)
+    policy = scheduled(Length(60), EpochSteps(1), shape="plateau", gamma=0.5, patience=3)
     for epoch, loss in enumerate(losses, start=1):
         scheduler.step(loss)
         [lr] = policy.next(epoch + 1, History(epoch_losses=losses[:epoch])).steps.lrs
@@ -112,7 +112,7 @@ def test_a_file_that_is_no_schedule_is_refused_by_name(text: str) -> None:
 
 
 def test_an_epoch_with_fewer_updates_covers_the_same_part_of_the_schedule() -> None:
-    policy = scheduled(Epochs(2), EpochSteps(4, ((2, 2),)), initial=0.8)
+    policy = scheduled(Length(2), EpochSteps(4, ((2, 2),)), initial=0.8)
     assert policy.next(1, EMPTY).steps.lrs == pytest.approx((0.8, 0.7, 0.6, 0.5))
     assert policy.next(2, EMPTY).steps.lrs == pytest.approx((0.4, 0.2))
 
@@ -128,7 +128,7 @@ def test_epochs_of_different_length_are_replayed() -> None:
 
 def test_a_planned_schedule_passes_faster_when_less_time_is_left() -> None:
     """The first epoch takes a quarter of the schedule; the rest then has to fit into one."""
-    policy = scheduled(Time(60.0), EpochSteps(2), initial=0.8)
+    policy = scheduled(Length(seconds=60.0), EpochSteps(2), initial=0.8)
     first = EpochSpan(1, 4, 0.0, 0.25, 1.0, 2, 8)
     second = EpochSpan(2, 2, 0.25, 1.0, 1.0, 2, 4)
     history = EMPTY.after_plan(first)
@@ -139,7 +139,8 @@ def test_a_planned_schedule_passes_faster_when_less_time_is_left() -> None:
 def test_a_warm_up_has_to_fit_into_the_training_as_first_planned() -> None:
     history = EMPTY.after_plan(EpochSpan(1, 4, 0.0, 0.25, 1.0, 2, 7))
     fits, too_long = (
-        scheduled(Time(60.0), EpochSteps(steps), warmup={"epochs": 4}) for steps in (1, 2)
+        scheduled(Length(seconds=60.0), EpochSteps(steps), warmup={"epochs": 4})
+        for steps in (1, 2)
     )
     assert len(fits.next(1, history).steps.lrs) == 2
     with pytest.raises(JobError, match=r"warmup\.epochs: is longer than .* 7 updates"):

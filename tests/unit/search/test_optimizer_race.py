@@ -11,7 +11,7 @@ import pytest
 from raytrain_opt.config.learning_rate import HorizonPolicy
 from raytrain_opt.config.updates import OptimizerChoiceSection, OptimizerSection
 from raytrain_opt.errors import DivergedError
-from raytrain_opt.optim.epoch_steps import Epochs, EpochSteps
+from raytrain_opt.optim.epoch_steps import EpochSteps, Length
 from raytrain_opt.search.optimizer_race import is_too_costly
 from raytrain_opt.search.policy import (
     Candidate,
@@ -60,7 +60,7 @@ USUAL = {
 def policy(optimizers: tuple[OptimizerSection, ...] = AUTO, **section: object) -> HorizonStpt:
     values = {"policy": "stpt_horizon", "max_search_cost": 0.25, **section}
     return HorizonStpt(
-        HorizonPolicy.model_validate(values), Epochs(EPOCHS), EpochSteps(STEPS), optimizers
+        HorizonPolicy.model_validate(values), Length(EPOCHS), EpochSteps(STEPS), optimizers
     )
 
 
@@ -234,7 +234,7 @@ def test_without_steps_to_search_the_preferred_optimizer_trains_at_its_usual_rat
     optimizers: tuple[OptimizerSection, ...],
 ) -> None:
     section = HorizonPolicy(policy="stpt_horizon")
-    action = HorizonStpt(section, Epochs(2), EpochSteps(20), optimizers).next(1, History())
+    action = HorizonStpt(section, Length(2), EpochSteps(20), optimizers).next(1, History())
     assert isinstance(action, TrainEpoch)
     assert action.steps.optimizer == 0
     # The rise of the first two of 20 steps: 0.25 and 0.75 of the peak.

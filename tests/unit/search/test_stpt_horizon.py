@@ -14,7 +14,7 @@ import pytest
 from raytrain_opt.config.learning_rate import HorizonPolicy
 from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.errors import DivergedError
-from raytrain_opt.optim.epoch_steps import Epochs, EpochSteps
+from raytrain_opt.optim.epoch_steps import EpochSteps, Length
 from raytrain_opt.optim.schedules import RelativeSchedule
 from raytrain_opt.search.policy import (
     Candidate,
@@ -31,7 +31,7 @@ EMPTY = History()
 
 def horizon(epochs: int = 16, steps: int = 125, ramp: Any = (), **section: Any) -> HorizonStpt:
     validated = HorizonPolicy.model_validate({"policy": "stpt_horizon", **section})
-    return HorizonStpt(validated, Epochs(epochs), EpochSteps(steps, ramp), (OptimizerSection(),))
+    return HorizonStpt(validated, Length(epochs), EpochSteps(steps, ramp), (OptimizerSection(),))
 
 
 @dataclass

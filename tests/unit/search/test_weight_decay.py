@@ -9,7 +9,7 @@ import pytest
 
 from raytrain_opt.config.learning_rate import HorizonPolicy
 from raytrain_opt.config.updates import OptimizerSection
-from raytrain_opt.optim.epoch_steps import Epochs, EpochSteps, Time
+from raytrain_opt.optim.epoch_steps import EpochSteps, Length
 from raytrain_opt.search.policy import (
     Candidate,
     CandidateResult,
@@ -67,7 +67,7 @@ def test_a_loss_that_is_not_positive_says_nothing_about_the_fit() -> None:
 
 def policy(*optimizers: OptimizerSection) -> HorizonStpt:
     section = HorizonPolicy(policy="stpt_horizon")
-    return HorizonStpt(section, Epochs(16), EpochSteps(96), optimizers)
+    return HorizonStpt(section, Length(16), EpochSteps(96), optimizers)
 
 
 def test_candidates_train_without_it_and_epochs_with_their_own() -> None:
@@ -175,8 +175,8 @@ def test_the_first_half_holds_the_validation_split_out_and_scores_it_twice() -> 
     "changes",
     [
         {"facts": TaskFacts()},
-        {"length": Epochs(8)},
-        {"length": Time(60.0)},
+        {"length": Length(8)},
+        {"length": Length(seconds=60.0)},
         {"optimizers": (OptimizerSection(name="Muon"),)},
     ],
 )

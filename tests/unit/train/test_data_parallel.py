@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from raytrain_opt.config.updates import ParallelSection
 from raytrain_opt.errors import JobError, UserCodeError
 from raytrain_opt.train.data_parallel import (
+    DataParallel,
     Parallel,
     begin_communicator_warmup,
     bucket_arguments,
-    distribute,
 )
 from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.phase import Phase, failed_steps
@@ -59,7 +59,7 @@ def test_a_single_process_uses_the_bare_model() -> None:
 
 @pytest.mark.usefixtures("group")
 def test_several_processes_use_ddp() -> None:
-    parallel = distribute(nn.Linear(4, 2), section(gradient_buckets=[1, 2]))
+    parallel = DataParallel(nn.Linear(4, 2), section(gradient_buckets=[1, 2]))
     assert isinstance(parallel.forward, DistributedDataParallel)
     step(parallel)
     assert parallel.report() == {
@@ -86,7 +86,7 @@ def test_sizes_of_buckets_are_positive(sizes: Any) -> None:
 @pytest.mark.usefixtures("group")
 def test_parameters_without_a_gradient_must_be_frozen() -> None:
     with pytest.raises(JobError, match=r"model\.freeze: .*\(unused\.weight, unused\.bias\)"):
-        step(distribute(Partial(), section()))
+        step(DataParallel(Partial(), section()))
 
 
 @pytest.mark.parametrize("compression", ["bf16", "fp16"])

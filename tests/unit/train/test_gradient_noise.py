@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from raytrain_opt.config.updates import ParallelSection
 from raytrain_opt.train import gradient_noise
-from raytrain_opt.train.data_parallel import Parallel, distribute
+from raytrain_opt.train.data_parallel import DataParallel, Parallel
 from raytrain_opt.train.micro_batches import MicroBatches
 
 MICRO_BATCHES = 3
@@ -65,7 +65,7 @@ def begin_phase(parallel: Parallel, micro_batches: int, steps: int = 1) -> None:
 
 
 def phase(model: nn.Module, micro_batches: int, updates: int, steps: int = 0) -> list[list[float]]:
-    parallel = distribute(model, ParallelSection())
+    parallel = DataParallel(model, ParallelSection())
     begin_phase(parallel, micro_batches, steps or updates)
     for _ in range(updates):
         model.zero_grad()
@@ -105,7 +105,7 @@ def test_a_single_micro_batch_is_not_measured() -> None:
 @pytest.mark.usefixtures("group")
 def test_the_measurements_of_an_interrupted_phase_are_dropped() -> None:
     model = Net()
-    parallel = distribute(model, ParallelSection())
+    parallel = DataParallel(model, ParallelSection())
     begin_phase(parallel, MICRO_BATCHES)
     with parallel.accumulate(0):
         scale(loss(parallel.forward, 0) / MICRO_BATCHES).backward()

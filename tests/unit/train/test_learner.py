@@ -196,7 +196,7 @@ def test_a_scaled_loss_is_not_clipped_for_its_scale(precision: str, clip_norm: f
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_ramp_trains_at_the_larger_batch_from_its_epoch_on(workers: int) -> None:
-    ramped = learner(workers=workers, batch_ramp={"steps": RAMP})
+    ramped = learner(workers=workers, batch_ramp=RAMP)
     before, after = learner(workers=workers), learner(workers=workers, global_batch_size=32)
     ramped.train(1, Steps(0, LRS), all_of(workers))
     before.train(1, Steps(0, LRS), all_of(workers))
@@ -381,7 +381,7 @@ def test_reads_of_a_tensor_are_counted() -> None:
     assert reads.count == 1
 
 
-@pytest.mark.parametrize("average", [None, {"decay": "auto"}])
+@pytest.mark.parametrize("average", [None, "auto"])
 @pytest.mark.parametrize(
     ("optimizer", "precision"),
     [
@@ -422,7 +422,7 @@ def test_a_compiled_model_survives_other_states_rates_and_optimizers(
             trained.evaluate("test")
 
     monkeypatch.setitem(COMPILE_ARGUMENTS, "default", {"backend": count_graphs})
-    job = {"optimizer": {"name": "auto", "candidates": ["SGD", "AdamW"]}, "average": {}}
+    job = {"optimizer": {"name": "auto", "candidates": ["SGD", "AdamW"]}, "average": "auto"}
     compiled, eager = (learner(net_with_norm, compile=c, **job) for c in ("default", "off"))
     assert not graphs
     for trained in (compiled, eager):
@@ -522,9 +522,7 @@ def test_other_evaluations_remember_no_predictions() -> None:
 
 
 def test_statistics_are_recomputed_from_training_batches() -> None:
-    trained = learner(
-        net_with_norm, batch_norm={"recalibrate_batches": 2}, batch_ramp={"steps": RAMP}
-    )
+    trained = learner(net_with_norm, batch_norm={"recalibrate_batches": 2}, batch_ramp=RAMP)
     trained.train(2, Steps(0, LRS[:1]), all_of(1))
     trained.finish_phase()
     convolution, norm = trained.model[0], trained.model[1]  # type: ignore[index]
@@ -550,7 +548,7 @@ class Penalty:
 
 
 def test_statistics_are_recomputed_with_the_model_that_a_task_gets_in_training() -> None:
-    trained = learner(net_with_norm, task=Penalty, average={"decay": 0.5})
+    trained = learner(net_with_norm, task=Penalty, average=0.5)
     trained.train(1, Steps(0, LRS), all_of(1))
     trained.finish_phase()
     assert trained.model[1].num_batches_tracked == 10  # type: ignore[index, union-attr]
@@ -562,7 +560,7 @@ CONSTANT = {"policy": "schedule", "shape": "constant"}
 @pytest.mark.parametrize(
     "job",
     [
-        {"average": {"decay": 0.5}},
+        {"average": 0.5},
         {"optimizer": "ScheduleFreeSGD", "learning_rate": CONSTANT},
     ],
     ids=["ema", "schedule-free"],
@@ -587,7 +585,7 @@ class OwnScheduleFree(SGDScheduleFree):
 
 def test_no_average_is_added_to_that_of_an_optimizer_of_ones_own() -> None:
     digests = set()
-    for average in (None, {"decay": 0.5}):
+    for average in (None, 0.5):
         trained = learner(optimizer=OwnScheduleFree, learning_rate=CONSTANT, average=average)
         for epoch in (1, 2):
             trained.train(epoch, Steps(0, LRS), all_of(1))
@@ -596,7 +594,7 @@ def test_no_average_is_added_to_that_of_an_optimizer_of_ones_own() -> None:
 
 
 def test_a_phase_that_was_stopped_leaves_nothing_behind_a_loaded_state() -> None:
-    once, again = (learner(net_with_norm, average={"decay": 0.5}) for _ in range(2))
+    once, again = (learner(net_with_norm, average=0.5) for _ in range(2))
     for trained in (once, again):
         trained.train(1, Steps(0, LRS), all_of(1))
     state = again.state(copy=True)
@@ -635,7 +633,7 @@ class NetWithCache(nn.Module):
 
 @pytest.mark.parametrize("build", [net_with_spectral_norm, NetWithCache])
 def test_a_phase_that_was_stopped_continues_with_the_buffers_of_its_last_step(build: Any) -> None:
-    once, stopped, resumed = (learner(build, average={"decay": 0.5}) for _ in range(3))
+    once, stopped, resumed = (learner(build, average=0.5) for _ in range(3))
     once.train(1, Steps(0, LRS), all_of(1))
     stopped.begin(1, Steps(0, LRS), all_of(1))
     stopped.advance(1)

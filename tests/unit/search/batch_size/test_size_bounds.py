@@ -15,7 +15,7 @@ from raytrain_opt.config.batch_size import (
     ThroughputKneeSearch,
 )
 from raytrain_opt.config.updates import RampStep
-from raytrain_opt.optim.epoch_steps import Epochs, Time
+from raytrain_opt.optim.epoch_steps import Length
 from raytrain_opt.results import Probe
 from raytrain_opt.search.batch_size import published, throughput_knee
 from raytrain_opt.search.batch_size.strategy import SizeBounds, Updates, largest_size
@@ -29,40 +29,48 @@ RAMP = (RampStep(epoch=10, factor=2), RampStep(epoch=20, factor=4))
     ("arguments", "settings", "largest"),
     [
         # The job of 132 updates has fewer than 500: its own size is the largest.
-        ({"own": 64, "train_size": 1438, "length": Epochs(6)}, {}, 64),
+        ({"own": 64, "train_size": 1438, "length": Length(6)}, {}, 64),
         # Updates of an epoch bound the size, or those of the training.
-        ({"own": 64, "train_size": 1438, "length": Epochs(100)}, {}, 71),
-        ({"own": 64, "train_size": 50_000, "length": Epochs(6)}, {}, 50_000 // 84),
-        ({"own": 64, "train_size": 50_000, "length": Time(3600.0)}, {}, 2500),
+        ({"own": 64, "train_size": 1438, "length": Length(100)}, {}, 71),
+        ({"own": 64, "train_size": 50_000, "length": Length(6)}, {}, 50_000 // 84),
+        ({"own": 64, "train_size": 50_000, "length": Length(seconds=3600.0)}, {}, 2500),
         # Of all workers together, and with the ramp's factors.
-        ({"own": 8, "train_size": 50_000, "length": Epochs(90), "workers": 4}, {}, 625),
+        ({"own": 8, "train_size": 50_000, "length": Length(90), "workers": 4}, {}, 625),
         (
-            {"own": 8, "train_size": 50_000, "length": Epochs(90), "workers": 4, "ramp": RAMP},
+            {"own": 8, "train_size": 50_000, "length": Length(90), "workers": 4, "ramp": RAMP},
             {},
             156,
         ),
-        ({"own": 64, "train_size": 50_000, "length": Epochs(90), "ramp": RAMP[:1]}, {}, 1250),
+        ({"own": 64, "train_size": 50_000, "length": Length(90), "ramp": RAMP[:1]}, {}, 1250),
         # A job with 15 updates in an epoch keeps its size, though a few samples more left 15 too.
-        ({"own": 90, "train_size": 1438, "length": Epochs(100)}, {}, 90),
+        ({"own": 90, "train_size": 1438, "length": Length(100)}, {}, 90),
         # The job says otherwise.
-        ({"own": 64, "train_size": 1438, "length": Epochs(6)}, {"max_batch_size": 32}, 32),
-        ({"own": 64, "train_size": 1438, "length": Epochs(6)}, {"max_batch_size": 4096}, 64),
+        ({"own": 64, "train_size": 1438, "length": Length(6)}, {"max_batch_size": 32}, 32),
+        ({"own": 64, "train_size": 1438, "length": Length(6)}, {"max_batch_size": 4096}, 64),
         (
-            {"own": 64, "train_size": 1438, "length": Epochs(6)},
+            {"own": 64, "train_size": 1438, "length": Length(6)},
             {"min_updates_per_epoch": 5, "min_updates": 30},
             1438 // 5,
         ),
         # The rate grows at most 8-fold, unless the job names the largest size.
-        ({"own": 64, "train_size": 50_000, "length": Time(3600.0), "rule": "linear"}, {}, 512),
-        ({"own": 64, "train_size": 500_000, "length": Time(3600.0), "rule": "sqrt"}, {}, 4096),
         (
-            {"own": 64, "train_size": 50_000, "length": Time(3600.0), "rule": "linear"},
+            {"own": 64, "train_size": 50_000, "length": Length(seconds=3600.0), "rule": "linear"},
+            {},
+            512,
+        ),
+        (
+            {"own": 64, "train_size": 500_000, "length": Length(seconds=3600.0), "rule": "sqrt"},
+            {},
+            4096,
+        ),
+        (
+            {"own": 64, "train_size": 50_000, "length": Length(seconds=3600.0), "rule": "linear"},
             {"max_batch_size": 1024},
             1024,
         ),
         # A size that cannot train is no reason for few updates.
-        ({"own": 4096, "train_size": 1438, "length": Epochs(100)}, {}, 71),
-        ({"own": 4096, "train_size": 10, "length": Epochs(1)}, {}, 1),
+        ({"own": 4096, "train_size": 1438, "length": Length(100)}, {}, 71),
+        ({"own": 4096, "train_size": 10, "length": Length(1)}, {}, 1),
     ],
 )
 def test_enough_updates_are_left_and_the_rate_stays_within_its_rule(
@@ -78,11 +86,11 @@ def test_enough_updates_are_left_and_the_rate_stays_within_its_rule(
 
 
 def test_updates_are_counted_as_a_training_takes_them() -> None:
-    assert str(Updates.count(1438, 64, Epochs(6))) == "22 an epoch, 132 in all"
-    assert str(Updates.count(1438, 64, Time(3600.0))) == "22 an epoch"
-    assert str(Updates.count(1438, 2000, Epochs(6))) == "0 an epoch, 0 in all"
+    assert str(Updates.count(1438, 64, Length(6))) == "22 an epoch, 132 in all"
+    assert str(Updates.count(1438, 64, Length(seconds=3600.0))) == "22 an epoch"
+    assert str(Updates.count(1438, 2000, Length(6))) == "0 an epoch, 0 in all"
     # 9 epochs of 22, 10 of 11 and 6 of 5
-    assert Updates.count(1438, 64, Epochs(25), RAMP) == Updates(5, 9 * 22 + 10 * 11 + 6 * 5)
+    assert Updates.count(1438, 64, Length(25), RAMP) == Updates(5, 9 * 22 + 10 * 11 + 6 * 5)
 
 
 @pytest.mark.parametrize("name", ["throughput_knee", "epoch_time_minimize"])
