@@ -19,9 +19,9 @@ from PIL import Image, ImageOps
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from raytrain_opt.config.data import ImageFolderData
 from raytrain_opt.config.load import load_job
-from raytrain_opt.data.image_folder import ImageFolderSource
+from raytrain_opt.data import load_shared_data
+from raytrain_opt.data.source import ImageSource
 from raytrain_opt.data.transforms import describe_input
 from raytrain_opt.errors import DataError, JobError, Problem, RaytrainOptError
 from raytrain_opt.storage import local_path, write_bytes
@@ -96,10 +96,12 @@ def export(model: TrainedModel, name: str, path: str, picture: bytes | None = No
 def first_test_image(run: str) -> bytes | None:
     """Return the first image file of a run's test set; None if this machine has none of it."""
     job_file = find_weights(run, "RUN_DIR").job_file
-    if not job_file.is_file() or not isinstance(data := load_job(job_file).data, ImageFolderData):
+    data = load_job(job_file).data if job_file.is_file() else None
+    if data is None or not data.on_nodes:
         return None
     try:
-        return ImageFolderSource(data).content("test", 0)
+        source = load_shared_data(data)
+        return source.content("test", 0) if isinstance(source, ImageSource) else None
     except (DataError, OSError, ValueError):  # on another machine, or damaged
         return None
 
