@@ -230,8 +230,7 @@ class TrainingRun:
         self._worker_events.trained(command.epoch, outcome.workers)
         self.pools.states.keep(outcome.state)
         self._epoch.add(command, outcome)
-        progress = self.progress.add_samples(kept=outcome.totals.samples)
-        self.progress = replace(progress, parallel=outcome.parallel)
+        self.progress = self.progress.add_samples(kept=outcome.totals.samples)
         totals = outcome.totals
         if not self._starts_again_after(command.epoch):
             self._raise_if_diverged(command.epoch, "training", totals.loss, totals.failure)
