@@ -133,7 +133,6 @@ def _result(
         wall_s=run.event_log.elapsed_s(),
         time_to_first_step_s=run.startup.marks_s.get("first_step_s"),
         startup_s=dict(run.startup.marks_s),
-        parallel=progress.parallel,
         noise_scale=pool_noise_scales(noise) if noise else None,
         restarts={pool.name: pool.restarts() for pool in run.pools.all},
         versions=versions(),

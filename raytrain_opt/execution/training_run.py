@@ -235,8 +235,7 @@ class TrainingRun:
         self.pools.states.keep(outcome.state)
         self._epoch.add(command, outcome)
         self.checkpoints.interval.count(outcome.totals.steps)
-        progress = self.progress.add_samples(kept=outcome.totals.samples)
-        self.progress = replace(progress, parallel=outcome.parallel)
+        self.progress = self.progress.add_samples(kept=outcome.totals.samples)
         totals = outcome.totals
         if not self._starts_again_after(command.epoch):
             self._raise_if_diverged(command.epoch, "training", totals.loss, totals.failure)

@@ -230,7 +230,6 @@ def result(epochs: int) -> dict[str, Any]:
         "wall_s": START_UP_S + EPOCH_S * epochs + 3,
         "time_to_first_step_s": 28.0,
         "startup_s": {"first_step_s": 28.0},
-        "parallel": {"mode": "sync"},
         "noise_scale": {
             "updates": 9,
             "batch_size": 64,
