@@ -23,7 +23,6 @@ from pydantic import (
 from pydantic.functional_validators import ModelWrapValidatorHandler
 
 from raytrain_opt.config.error_messages import SectionError, given, problems_of
-from raytrain_opt.config.yaml_loader import Word
 from raytrain_opt.errors import Problem
 
 
@@ -44,23 +43,6 @@ Fraction = Annotated[Float, Field(ge=0, lt=1)]
 Seconds = Annotated[Float, Field(gt=0, le=365 * 86400)]
 
 
-def _refuse_words(args: dict[str, Any]) -> dict[str, Any]:
-    values: list[Any] = [args]
-    while values:
-        value = values.pop()
-        if isinstance(value, Word):
-            raise ValueError(
-                f"{value} may be text or a truth value: write true or false, or quote it"
-            )
-        inner = value.values() if isinstance(value, Mapping) else value
-        values += inner if isinstance(value, Mapping | list | tuple) else []
-    return args
-
-
-# Arguments of a function or class.
-Args = Annotated[dict[str, Any], AfterValidator(_refuse_words)]
-
-
 def _refuse_variables(path: str) -> str:
     if variable := re.search(r"\$\{?[A-Za-z_]\w*\}?", path):
         rule = "is not replaced by its value; write the path itself, or ~ for the home"
@@ -74,7 +56,7 @@ Location = Annotated[str, AfterValidator(_refuse_variables)]
 _UNITS_S = {"": 1, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 
-def parse_duration(value: object) -> object:
+def parse_duration(value: object) -> Any:
     """Return the seconds of 90, 90s, 45min, 2h or 1h30min; any other value as it is."""
     text = re.sub(r"\s", "", value).lower() if isinstance(value, str) else ""
     if not re.fullmatch(r"(\d+(\.\d+)?(s|sec|m|min|h|d|$))+", text):
@@ -85,6 +67,17 @@ def parse_duration(value: object) -> object:
 
 # Text with units, or seconds.
 Duration = Annotated[Seconds, BeforeValidator(parse_duration)]
+
+
+def _require_interval(value: int | str) -> int | str:
+    length = value if isinstance(value, int) else parse_duration(value)
+    if isinstance(length, str) or length <= 0:
+        raise ValueError("must be a time such as 60s or 5min, or a number of steps")
+    return value
+
+
+# A time as text with units, or a number of steps.
+Interval = Annotated[int | str, AfterValidator(_require_interval)]
 
 # A broken rule over several fields: the path below the section, and what is wrong.
 BrokenRule = tuple[str, str]

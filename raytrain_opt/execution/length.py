@@ -210,7 +210,7 @@ def measure_pace(
         total += steps
         began_s = monotonic_s()
         command = MainTrain(state, 1, Steps(0, (_MEASURED_LR,) * steps, optimizer=optimizer))
-        steps_s = training.train(command, check=False).totals.duration_s
+        steps_s = training.train(command).totals.duration_s
         return steps_s, monotonic_s() - began_s - steps_s
 
     time_steps()

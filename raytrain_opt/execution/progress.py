@@ -17,7 +17,6 @@ from raytrain_opt.pools.commands import MainTrain
 from raytrain_opt.pools.protocol import TrainingOutcome
 from raytrain_opt.recording.records import (
     EpochRecord,
-    RoundRecord,
     ScheduleRecord,
     StalenessRecord,
 )
@@ -40,10 +39,9 @@ class Startup:
 
 @dataclass(frozen=True)
 class PartialEpoch:
-    """The part of an epoch that is done: its rounds, and the first steps of its training."""
+    """The part of an epoch that is done: the first steps of its training."""
 
     steps: Steps = NO_STEPS  # that were kept
-    round_record: RoundRecord | None = None  # of the last round; the main training completes it
     duration_s: float = 0.0
     timings_s: dict[str, float] = field(default_factory=dict)
     train: TrainTotals | None = None  # of the steps of the main training
@@ -59,7 +57,6 @@ class RunProgress:
     search_samples: int = 0  # the search cost: all but `kept_samples`
     kept_samples: int = 0  # trained on the way to the present weights
     partial_epoch: PartialEpoch = PartialEpoch()
-    parallel: dict[str, Any] = field(default_factory=dict)  # how gradients were exchanged
     data: DataFingerprint | None = None  # that were trained on
     job: dict[str, Any] | None = None  # every field of the job, by its path
 
@@ -82,12 +79,6 @@ class RunProgress:
             search_samples=self.search_samples + search,
             kept_samples=self.kept_samples + kept,
         )
-
-    @property
-    def recorded_rounds(self) -> int:
-        """Number of lines of rounds.jsonl: one per decision whose main training is done."""
-        incomplete = self.partial_epoch.round_record is not None
-        return len(self.history.decisions) - incomplete
 
     def to_json(self) -> dict[str, Any]:
         """Return numbers, texts, lists and dicts only."""
@@ -113,7 +104,6 @@ class EpochMetrics:
     started_s: float
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     results: Sequence[CandidateResult] = ()  # of the round in progress
-    round_record: RoundRecord | None = None
     steps: Steps = NO_STEPS  # on the way to the weights
     is_ruined: bool = False  # by a loss or weights that are not finite: training starts again
     train: TrainTotals | None = None
@@ -140,7 +130,6 @@ class EpochMetrics:
         """Continue the timing from the seconds spent before the interruption."""
         metrics = cls(
             monotonic_s() - partial.duration_s,
-            round_record=partial.round_record,
             steps=partial.steps,
             train=partial.train,
             staleness=partial.staleness,
@@ -152,7 +141,6 @@ class EpochMetrics:
         """Return what a run resumed now needs of this epoch."""
         return PartialEpoch(
             self.steps,
-            self.round_record,
             monotonic_s() - self.started_s,
             dict(self.stopwatch.timings_s),
             self.train,

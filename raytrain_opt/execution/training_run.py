@@ -111,6 +111,7 @@ class TrainingRun:
         self.pools.states.keep(state)
         if self._may_start_again:
             self._initial = self.pools.states.get(state)
+        self.checkpoints.interval.restart()
         return state
 
     def plan(self, state: StateRef, history: History) -> History:
@@ -145,7 +146,7 @@ class TrainingRun:
     def state_after(self, state: StateRef, action: TryCandidates, decision: Decision) -> StateRef:
         winner = decision.winner
         if winner is None or not action.keeps_winner:
-            self._write_round(self._round_record(action, decision, None))
+            self._write_round(action, decision)
             self.terminal.note(f"epoch {action.epoch}: {decision.reason}")
             return state
         with self._epoch.stopwatch.measure("take_state_s"):
@@ -155,7 +156,7 @@ class TrainingRun:
         # steps remain.
         self.progress = self.progress.add_samples(search=-winner.samples, kept=winner.samples)
         self._epoch.steps = winner.candidate.steps(action)
-        self._epoch.round_record = self._round_record(action, decision, kept.sha256)
+        self._write_round(action, decision)
         return kept
 
     def checkpoint_round(self, state: StateRef, history: History) -> None:
@@ -179,32 +180,34 @@ class TrainingRun:
         self._show_phase(action.epoch, "main train")
         if action.epoch == 1 and not self.history.decisions and self._searches:
             self.terminal.note(f"epoch 1: {action.reason}")
-        if self._epoch.train is None:
-            self.pools.workers.grow()
-            if action.overfitting:
-                text = f"epoch {action.epoch}: {action.overfitting}"
-                self.event_log.log("overfitting", action.epoch, text)
+        if self._epoch.train is None and action.overfitting:
+            text = f"epoch {action.epoch}: {action.overfitting}"
+            self.event_log.log("overfitting", action.epoch, text)
         with self.stop.deferred(self.job.timeouts.stop_s):
             state = self._train_steps_left(state, action)
-            if self.stop.error is not None:
-                self._save_step(state)
         if self._starts_again_after(action.epoch) and self._is_ruined(state):
             self._epoch.is_ruined = True
             return state, EpochLosses(math.nan)
         return state, self._losses(state, action)
 
     def _train_steps_left(self, state: StateRef, action: TrainEpoch) -> StateRef:
-        """Train the steps that an interrupted run has not done."""
-        done = self._epoch.train.steps if self._epoch.train else 0
-        command = MainTrain(state, action.epoch, action.steps.after(done))
-        with self._epoch.stopwatch.measure("main_train_s"):
-            outcome = self.pools.main_training.train(
-                command,
-                check=self._epoch.round_record is not None,
-                is_due=lambda: self.stop.error is not None,
-            )
-        self._add_main_training(command, outcome)
-        return outcome.state
+        """Train the steps that are not done; save on the way, when that is due."""
+        left = action.steps.after(self._epoch.train.steps if self._epoch.train else 0)
+        while True:
+            self.pools.workers.grow()
+            until = self.checkpoints.interval.limit(len(left.lrs))
+            command = MainTrain(state, action.epoch, left, until)
+            with self._epoch.stopwatch.measure("main_train_s"):
+                outcome = self.pools.main_training.train(command, is_due=self._must_save)
+            self._add_main_training(command, outcome)
+            state, left = outcome.state, left.after(outcome.totals.steps)
+            if self._must_save():
+                self._save_step(state)
+            if not left.lrs or self.stop.error is not None:
+                return state
+
+    def _must_save(self) -> bool:
+        return self.stop.error is not None or self.stop.saves or self.checkpoints.is_due
 
     def _losses(self, state: StateRef, action: TrainEpoch) -> EpochLosses:
         """Score the validation split where the policy asks for it or a plateau follows it."""
@@ -230,11 +233,8 @@ class TrainingRun:
         self._worker_events.trained(command.epoch, outcome.workers)
         self.pools.states.keep(outcome.state)
         self._epoch.add(command, outcome)
-        progress = self.progress.add_samples(kept=outcome.totals.samples)
-        self.progress = replace(progress, parallel=outcome.parallel)
-        if self._epoch.round_record is not None:
-            self._write_round(self._epoch.round_record, outcome.loaded_sha256)
-            self._epoch.round_record = None
+        self.checkpoints.interval.count(outcome.totals.steps)
+        self.progress = self.progress.add_samples(kept=outcome.totals.samples)
         totals = outcome.totals
         if not self._starts_again_after(command.epoch):
             self._raise_if_diverged(command.epoch, "training", totals.loss, totals.failure)
@@ -243,8 +243,11 @@ class TrainingRun:
             self.event_log.log("diverged", command.epoch, text)
 
     def _save_step(self, state: StateRef) -> None:
-        """Begin to save the state between two steps of an epoch, where a signal ends the run."""
-        if self._epoch.steps.lrs:
+        """Begin to save the state between two steps of an epoch, unless the training is ruined."""
+        self.checkpoints.interval.restart()
+        self.stop.saves = False
+        starts_again = self._starts_again_after(self.progress.next_epoch)
+        if self._epoch.steps.lrs and not (starts_again and self._is_ruined(state)):
             self.progress = replace(self.progress, partial_epoch=self._epoch.partial())
             self._save(state)
 
@@ -289,6 +292,14 @@ class TrainingRun:
                 self._save(state, record.score, is_ruined=is_ruined)
 
     # After the last move.
+
+    def evaluate_best(self) -> dict[str, float]:
+        """Measure the set that is looked at once, with the weights of the best epoch."""
+        best = self.checkpoints.best
+        if not self.info.final_size or best is None:
+            return {}
+        state, _ = read_checkpoint(self.paths.checkpoints / best.folder)
+        return self._score(self.pools.states.put(f"best {best.folder}", state), "final").means
 
     def close(self) -> None:
         self.checkpoints.close()
@@ -348,7 +359,7 @@ class TrainingRun:
         self.progress = replace(RunProgress.from_json(progress), job=job_fields(self.job))
         self._epoch = EpochMetrics.resumed(self.progress.partial_epoch)
         epoch = self.progress.next_epoch
-        self.recorder.truncate_after(self.progress.recorded_rounds, epoch - 1)
+        self.recorder.truncate_after(len(self.history.decisions), epoch - 1)
         self._lrs = self.recorder.lrs()
         text = f"resumed after {checkpoint.reached}"
         self.event_log.resume_clock(epoch, text, self.progress.partial_epoch.duration_s)
@@ -381,18 +392,14 @@ class TrainingRun:
         self.terminal.phase(f"epoch {epoch}/{self.length.epochs or '?'}  {phase}")
         self.terminal.advance(self.length.fraction(epoch - 1))
 
-    def _round_record(
-        self, action: TryCandidates, decision: Decision, winner_sha256: str | None
-    ) -> RoundRecord:
+    def _write_round(self, action: TryCandidates, decision: Decision) -> None:
         names = [str(optimizer.name) for optimizer in self.optimizers]
-        return RoundRecord.from_decision(
-            action, self._epoch.results, decision, winner_sha256, names, self.pools.search_on
+        timings_s, search_on = self._epoch.stopwatch.timings_s, self.pools.search_on
+        record = RoundRecord.from_decision(
+            action, self._epoch.results, decision, names, search_on, timings_s
         )
-
-    def _write_round(self, record: RoundRecord, loaded_sha256: Sequence[str | None] = ()) -> None:
-        complete = record.complete(loaded_sha256, self._epoch.stopwatch.timings_s)
-        self.recorder.round(complete, len(self._lrs))
-        self.callbacks.call("on_round", complete)
+        self.recorder.round(record, len(self._lrs))
+        self.callbacks.call("on_round", record)
 
     def _raise_if_diverged(self, epoch: int, split: str, loss: float, failure: str) -> None:
         if is_finite(loss):

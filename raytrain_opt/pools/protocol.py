@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.errors import PoolError
@@ -113,23 +113,16 @@ class TrainingOutcome:
 
     state: StateRef
     totals: TrainTotals  # over all workers
-    loaded_sha256: tuple[str | None, ...]  # of the state that each worker loaded
     timings_s: dict[str, float]  # of the slowest worker, by name
     workers: int  # how many finished it
-    parallel: dict[str, object] = field(default_factory=dict)  # how gradients were exchanged
     staleness: StalenessRecord | None = None  # of asynchronous training
 
 
 class MainTraining(Protocol):
     """How the workers train and evaluate."""
 
-    def train(
-        self, command: MainTrain, *, check: bool, is_due: IsDue = lambda: False
-    ) -> TrainingOutcome:
-        """Train the steps until the command's end, or at least one, until `is_due`.
-
-        `check`: compute digests of the loaded states.
-        """
+    def train(self, command: MainTrain, *, is_due: IsDue = lambda: False) -> TrainingOutcome:
+        """Train the steps until the command's end, or at least one, until `is_due`."""
 
     def evaluate(self, state: StateRef, split: Split = "test") -> EvalTotals:
         """Evaluate on the split, each sample once."""
@@ -151,10 +144,8 @@ class SynchronousTraining:
         self._workers = workers
         self._segment = 1  # steps of the next one
 
-    def train(
-        self, command: MainTrain, *, check: bool, is_due: IsDue = lambda: False
-    ) -> TrainingOutcome:
-        """Train segments on all workers. Digests cost no time: workers hash while they train."""
+    def train(self, command: MainTrain, *, is_due: IsDue = lambda: False) -> TrainingOutcome:
+        """Train segments on all workers."""
         done = 0
         while done + self._segment < command.end:
             done += self._segment
@@ -178,10 +169,8 @@ class SynchronousTraining:
         return TrainingOutcome(
             first.state,
             first.totals,
-            tuple(reply.loaded_sha256 for reply in replies),
             slowest([{**r.timings_s, "compute_s": r.totals.duration_s} for r in replies]),
-            cast(int, first.parallel["workers"]),
-            first.parallel,
+            len(replies),
         )
 
     def evaluate(self, state: StateRef, split: Split = "test") -> EvalTotals:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import zip_longest
 from math import isfinite
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -98,12 +98,6 @@ class RoundRecord(Record):
     )
     reason: str = Field(description="Why the policy decided so.")
     next_base_lr: float = Field(description="Base learning rate after the round.")
-    winner_sha256: str | None = Field(
-        description="Digest of the winner's state; null when no state was taken over."
-    )
-    loaded_sha256: tuple[str | None, ...] = Field(
-        (), description="Digest of the state from which each worker continued."
-    )
     timings_s: Timings = Field(
         default_factory=dict, description="Seconds of the round, and of the epoch so far, by part."
     )
@@ -124,11 +118,11 @@ class RoundRecord(Record):
         action: TryCandidates,
         results: Sequence[CandidateResult],
         decision: Decision,
-        winner_sha256: str | None,
         optimizers: Sequence[str],
         search_on: Literal["slots", "workers"],
+        timings_s: Mapping[str, float],
     ) -> RoundRecord:
-        """Return the record of a round, without the fields that only the workers know.
+        """Return the record of a round.
 
         `optimizers`: names of the job's. `search_on`: who trained the candidates.
         """
@@ -148,15 +142,8 @@ class RoundRecord(Record):
             winner=None if decision.winner is None else decision.winner.candidate.index,
             reason=decision.reason,
             next_base_lr=decision.next_base_lr,
-            winner_sha256=winner_sha256,
+            timings_s=dict(timings_s),
         )
-
-    def complete(
-        self, loaded_sha256: Sequence[str | None], timings_s: Mapping[str, float]
-    ) -> RoundRecord:
-        """Return the record with the digests that the workers loaded, and timings."""
-        update = {"loaded_sha256": tuple(loaded_sha256), "timings_s": dict(timings_s)}
-        return self.model_copy(update=update)
 
 
 class StalenessRecord(RecordPart):
@@ -353,17 +340,16 @@ class ResultRecord(Record):
     best: EpochResult | None = Field(
         description="The epoch with the best `metric`; null when none was evaluated."
     )
+    final_set: dict[str, float] = Field(
+        {},
+        description="Metrics of the best epoch on a third set of images, which is looked at once.",
+    )
     search: SearchResult = Field(description="Samples of the search and of the training.")
     wall_s: float = Field(
         description="Wall time of all executions, without the pauses before a resume."
     )
     time_to_first_step_s: Number = Field(description="Time until the first training step.")
     startup_s: Timings = Field(description="Time from the start to each mark of the start-up.")
-    parallel: dict[str, Any] = Field(
-        description=(
-            "How workers exchanged gradients; `step`: what was chosen for a training step."
-        )
-    )
     noise_scale: NoiseScale | None = Field(
         description="Noise scale over all epochs; null when not measured."
     )
