@@ -137,7 +137,7 @@ BROKEN = [
         "data.labels",
         "has a column split; remove train_split and test_split",
     ),
-    ("workers: {resources: {GPU: 1.5}}", "workers.resources.GPU", "must be an integer above 1"),
+    ("workers: {resources: {GPU: 1.5}}", "workers.resources", "GPU must be an integer above 1"),
     ("optimizer: {args: {lr: 1}}", "optimizer.args", "use learning_rate.initial"),
     ("workers: {count: {min: 3, max: 2}}", "workers.count.min", "is more than max, 2"),
     ("workers: {count: {min: 1, max: 2, step: 1}}", "workers.count.step", "valid here: min, max"),
