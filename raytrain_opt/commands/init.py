@@ -35,9 +35,9 @@ from raytrain_opt.monitoring import gpu_names
 from raytrain_opt.storage import write_text
 
 _VALID = (
-    "valid are folders of images, one for each class, perhaps below train/ and val/, or images and "
-    "a CSV file with their names and labels; for arrays write data: {name: arrays, train: [x.npy, "
-    "y.npy], test: …}"
+    "valid are folders of images, a class each, perhaps below train/ and val/; or images and "
+    "a CSV file with names and labels. For arrays write data: {name: arrays, train: [x.npy, y.npy], "
+    "test: [x.npy, y.npy]}"
 )
 # Words for the sets in names of folders and files, and in tables; earlier ones are preferred.
 _SPLITS = {
