@@ -35,8 +35,8 @@ from raytrain_opt.monitoring import gpu_names
 from raytrain_opt.storage import write_text
 
 _VALID = (
-    "valid are folders of images, a class each, perhaps below train/ and val/; or images and a CSV "
-    "file with names and labels. For arrays write data: {name: arrays, train: [x.npy, y.npy], "
+    "valid are folders of images, a class each, perhaps below train/ and val/; or images and a "
+    "CSV file with names and labels. For arrays write data: {name: arrays, train: [x.npy, y.npy], "
     "test: [x.npy, y.npy]}"
 )
 # Words for the sets in names of folders and files, and in tables; earlier ones are preferred.
