@@ -302,6 +302,14 @@ class TrainingRun:
 
     # After the last move.
 
+    def evaluate_best(self) -> dict[str, float]:
+        """Measure the set that is looked at once, with the weights of the best epoch."""
+        best = self.checkpoints.best
+        if not self.info.final_size or best is None:
+            return {}
+        state, _ = read_checkpoint(self.paths.checkpoints / best.folder)
+        return self._score(self.pools.states.put(f"best {best.folder}", state), "final").means
+
     def close(self) -> None:
         self.checkpoints.close()
         self.recorder.close()

@@ -340,6 +340,10 @@ class ResultRecord(Record):
     best: EpochResult | None = Field(
         description="The epoch with the best `metric`; null when none was evaluated."
     )
+    final_set: dict[str, float] = Field(
+        {},
+        description="Metrics of the best epoch on a third set of images, which is looked at once.",
+    )
     search: SearchResult = Field(description="Samples of the search and of the training.")
     wall_s: float = Field(
         description="Wall time of all executions, without the pauses before a resume."

@@ -286,7 +286,9 @@ def predictions(classes: int = 10) -> Predictions:
     image = Image.fromarray(np.arange(64, dtype=np.uint8).reshape(8, 8) * 4)
     image.save(file := BytesIO(), "JPEG")
     worst = np.argsort(np.where(wrong, -confidences, 1), kind="stable")[:12]
-    mistakes: dict[int, bytes | None] = {int(i): file.getvalue() for i in worst if wrong[i]}
+    mistakes: dict[int, tuple[bytes | None, str | None]] = {
+        int(i): (file.getvalue(), f"val/{i}.jpg") for i in worst if wrong[i]
+    }
     return Predictions(labels, (labels + wrong) % classes, confidences, mistakes)
 
 
