@@ -37,7 +37,7 @@ def test_errors_that_the_schema_finds(tmp_path: Path, line: str, path: str, word
     assert words in problem
     assert command_error("validate", file) == command_error("find-batch-size", file) == message
     overridden = command_error("run", write_job(tmp_path), "--set", "epochs=0")
-    assert overridden.endswith(": 1 problem\n  epochs: must be more than 0 (given: 0)")
+    assert overridden.endswith(": 1 problem\n  epochs: must be greater than 0 (given: 0)")
 
 
 @pytest.mark.parametrize(
