@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from raytrain_opt.config.section import BrokenRule, PositiveFloat, PositiveInt, Seconds, Section
+
+
+def _refuse_parts(resources: dict[str, float]) -> dict[str, float]:
+    if (gpus := resources.get("GPU", 0)) > 1 and gpus != int(gpus):
+        raise ValueError("GPU must be an integer above 1")
+    return resources
+
+
+Resources = Annotated[dict[str, PositiveFloat], AfterValidator(_refuse_parts)]
 
 
 class CountRange(Section):
@@ -29,7 +38,7 @@ class WorkersSection(Section):
     on, when there is room again; the global batch stays."""
     use_gpu: bool | Literal["auto"] = "auto"
     """auto: use GPUs if the cluster has any, else the CPU."""
-    resources: dict[str, PositiveFloat] | None = None
+    resources: Resources | None = None
     """Ray resources of each worker. Default: a GPU; where there are slots, 0.6 of it, so that a
     slot fits on the same device and a second worker does not; on CPU, 0.6 of the CPUs per worker,
     at most 0.6."""
@@ -62,10 +71,9 @@ class WorkersSection(Section):
         return self.count != "auto"
 
     def broken_rules(self) -> Iterator[BrokenRule]:
-        """Refuse a minimum above the maximum, and a part of a GPU beside complete ones."""
+        """Refuse a minimum above the maximum."""
         if self.min_workers > self.size:
             yield "count.min", f"is more than max, {self.size}"
-        yield from _broken_gpus(self.resources)
 
 
 class SlotsSection(Section):
@@ -73,18 +81,8 @@ class SlotsSection(Section):
 
     count: PositiveInt | None = None
     """Number of slots. Default: one per candidate, if the cluster has room."""
-    resources: dict[str, PositiveFloat] | None = None
+    resources: Resources | None = None
     """Ray resources of each slot. Default: as for workers, with 0.4 for 0.6."""
-
-    def broken_rules(self) -> Iterator[BrokenRule]:
-        """Refuse a part of a GPU beside complete ones."""
-        yield from _broken_gpus(self.resources)
-
-
-def _broken_gpus(resources: dict[str, float] | None) -> Iterator[BrokenRule]:
-    gpus = (resources or {}).get("GPU", 0)
-    if gpus > 1 and gpus != int(gpus):
-        yield "resources.GPU", "must be an integer above 1"
 
 
 class TimeoutsSection(Section):

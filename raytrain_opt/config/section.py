@@ -50,8 +50,15 @@ def _refuse_variables(path: str) -> str:
     return path
 
 
+def _refuse_uri(path: str) -> str:
+    if "://" in path:
+        raise ValueError("must be a path in the file system of every node, not a URI")
+    return path
+
+
 # A path or URI.
 Location = Annotated[str, AfterValidator(_refuse_variables)]
+LocalPath = Annotated[Location, AfterValidator(_refuse_uri)]
 
 _UNITS_S = {"": 1, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 

@@ -89,7 +89,6 @@ JOBS: dict[str, dict[str, Any]] = {
         "learning_rate": {
             "policy": "stpt_horizon",
             "initial": 1.0,
-            "horizon": 0.4,
             "max_search_cost": 1.0,
             "search_on": "slots",
         },
@@ -245,7 +244,7 @@ def mortal_pools(chance: random.Random, learner: Learner, **options: Any) -> Poo
         return Learner(config, load_shared_data(config.data), torch.device("cpu"))
 
     def make_worker() -> Worker:
-        return Worker(make_learner(), 0, 1, 0.0, pools.states)
+        return Worker(make_learner(), 0, 1, pools.states)
 
     def make_slot() -> Slot:
         return Slot(make_learner(), 0, pools.states, options["candidate_batch"])
