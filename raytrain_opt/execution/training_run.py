@@ -109,7 +109,6 @@ class TrainingRun:
         self.pools.states.keep(state)
         if self._may_start_again:
             self._initial = self.pools.states.get(state)
-        self.checkpoints.interval.restart()
         return state
 
     def plan(self, state: StateRef, history: History) -> History:
@@ -299,8 +298,6 @@ class TrainingRun:
             if is_due or self.stop.error is not None:
                 self._save(state, record.score, is_ruined=is_ruined)
 
-    # After the last move.
-
     def evaluate_best(self) -> dict[str, float]:
         """Measure the set that is looked at once, with the weights of the best epoch."""
         best = self.checkpoints.best
@@ -384,9 +381,9 @@ class TrainingRun:
             pool, lrs = self._candidate_pool(), ", ".join(f"{c.lr:.3g}" for c in lost)
             text = (
                 f"epoch {action.epoch}: learning rate {lrs} is left out: its slot died more often "
+                "than max_restarts allows, or made no progress within timeouts.no_progress_s; "
+                f"{len(pool.alive())} of {pool.size} slots are left"
             )
-            text += "than max_restarts allows, or made no progress within timeouts.no_progress_s; "
-            text += f"{len(pool.alive())} of {pool.size} slots are left"
             self.event_log.log("lost", action.epoch, text)
         return [CandidateResult.lost(candidate) for candidate in lost]
 

@@ -113,11 +113,6 @@ class CommandBoard:
         self.replies.pop(index, None)
         self.failed.discard(index)
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether the residents are asked to leave."""
-        return isinstance(self.command, Close)
-
     async def next_command(self, after: int) -> tuple[int, Command]:
         """Return the current command as soon as its number is above `after`."""
         await self.posted.wait_for(lambda: self.number > after)
@@ -266,11 +261,8 @@ class Mailbox:
             await self.receive(replies)
         return await self._board(pool).next_command(after)
 
-    async def receive(self, messages: Sequence[Reply | Report]) -> bool:
-        """Take messages of a pool's residents; drop late ones about an earlier command.
-
-        Returns whether the residents are asked to leave.
-        """
+    async def receive(self, messages: Sequence[Reply | Report]) -> None:
+        """Take messages of a pool's residents; drop late ones about an earlier command."""
         state = self._pools[messages[0].sender[0]]
         for message in messages:
             is_late = message.number != state.board.number
@@ -281,11 +273,10 @@ class Mailbox:
             elif message.progress is not None:
                 state.log.report(message.sender[1], message.progress)
         state.board.replied.notify()
-        return state.board.is_closed
 
     async def is_closed(self, pool: str) -> bool:
         """Return whether the residents of the pool are asked to leave."""
-        return self._board(pool).is_closed
+        return isinstance(self._board(pool).command, Close)
 
     def _take_reply(self, state: PoolState, reply: Reply) -> None:
         board, index = state.board, reply.sender[1]
