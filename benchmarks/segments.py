@@ -3,7 +3,7 @@
     python -m benchmarks.segments [--repeats 6] [--model cifar_resnet18] [--batch 32]
 
 Trains epochs in turn in one segment (`whole`), in the driver's segments (`segments`) and with a
-checkpoint every two seconds (`saved`); the last line is one JSON object:
+checkpoint every two seconds (`saved`), but not with `--repeats 0`; the last line is a JSON object:
 
     segment_pct       the median of pairs segments / whole, as a percentage above 1
     command_ms        median of a segment without a step, which is what each one costs
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -84,7 +85,7 @@ def time_commands(
     }
 
 
-def measure(run: TrainingRun, repeats: int) -> dict[str, object]:
+def measure(run: TrainingRun, repeats: int) -> Mapping[str, object]:
     """Train epochs in turn; see above."""
     state, history, training = run.initial_state(), run.history, run.pools.main_training
     assert isinstance(training, SynchronousTraining)
@@ -98,8 +99,11 @@ def measure(run: TrainingRun, repeats: int) -> dict[str, object]:
         training._segment, run.checkpoints.interval = segments[name], Interval(VARIANTS[name])
         action = run.policy.next(epoch, history)
         assert isinstance(action, TrainEpoch)
-        if epoch > 1 and not costs:
+        if not costs:
             costs = time_commands(run, state, action, 200)
+            costs["state_mib"] = run.pools.states.get(state).nbytes / 2**20
+        if not repeats:
+            return costs
         before, began_s = len(saved), monotonic_s()
         state, losses = run.train_epoch(state, action)
         segments[name] = training._segment
@@ -115,7 +119,6 @@ def measure(run: TrainingRun, repeats: int) -> dict[str, object]:
         "segment_pct": 100 * (segment - 1),
         "saved_pct": 100 * (slower - 1),
         **costs,
-        "state_mib": run.pools.states.get(state).nbytes / 2**20,
         "epoch_s": median(seconds["whole"]),
         "saves": median(saves),
         "seconds": seconds,
