@@ -341,7 +341,6 @@ def test_unknown_and_unsupported_classes_are_errors(name: str, message: str) -> 
         ({"momentum": -1.0, "weight_decay": 0.1}, "optimizer.args", "-1.0"),
         ({"momentum": "much"}, "optimizer.args", "SGD rejects"),
         ({"nesterov": True, "dampening": 0.0}, "optimizer.args", "momentum"),
-        ({"foreach": True, "fused": True}, "optimizer.args", "fused"),
     ],
 )
 def test_a_wrong_argument_names_its_path(args: dict[str, Any], path: str, message: str) -> None:
