@@ -23,7 +23,6 @@ from raytrain_opt.config.section import (
     Duration,
     Float,
     Fraction,
-    Interval,
     Location,
     NamedSection,
     NameOrFunction,
@@ -33,7 +32,6 @@ from raytrain_opt.config.section import (
     PositiveInt,
     Section,
     is_function_name,
-    parse_duration,
 )
 from raytrain_opt.config.updates import (
     BatchNormSection,
@@ -114,9 +112,9 @@ class CheckpointSection(Section):
     Those within an epoch, and after each round of candidates, are kept until the next one exists.
     """
 
-    every: Interval = "60s"
-    """Time, such as 60s or 5min, or number of training steps after which the next checkpoint is
-    saved, also within an epoch: what a failure costs at most."""
+    every: PositiveInt | Duration = 60.0
+    """Time, such as 60s or 5min, or number of training steps (an integer) after which the next
+    checkpoint is saved, also within an epoch: what a failure costs at most."""
     every_epochs: PositiveInt = 1
     """Epochs between checkpoints."""
     keep: PositiveInt | Literal["all"] = 2
@@ -125,7 +123,7 @@ class CheckpointSection(Section):
     @property
     def every_s(self) -> float:
         """The time in seconds; infinite where `every` is a number of steps."""
-        return math.inf if isinstance(self.every, int) else parse_duration(self.every)
+        return math.inf if isinstance(self.every, int) else self.every
 
     @property
     def every_steps(self) -> float:
