@@ -163,7 +163,7 @@ class RayBackend:
                 fastest = partial(choose, max(1, batch_size))
             threads = self._cores.choose(plan.workers_per_node, note, fastest)
         self._choose_threads = None
-        return Placement(plan.workers, threads, candidates)
+        return Placement(plan.workers, threads)
 
     def find_batch_size(self, facts: Facts, placement: Placement, workspace: Workspace) -> int:
         if self._job.batch_size_search is None:

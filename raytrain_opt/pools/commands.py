@@ -269,4 +269,3 @@ class PoolStatus:
     restarts: int
     silence_s: float  # since the current command, or since the last sign of life
     progress: Progress | None  # of the resident that is furthest behind
-    has_trained: bool  # whether any resident of the run has finished a training step

@@ -54,9 +54,9 @@ class SynchronousProgram:
     def join_group(self, context: TrainContext) -> Group:
         """Return the group of all workers; of a single one, the worker alone."""
         from raytrain_opt.pools.process_group import CommandGroup
-        from raytrain_opt.pools.resident import Alone
+        from raytrain_opt.pools.resident import Group
 
-        return Alone() if context.get_world_size() == 1 else CommandGroup()
+        return Group() if context.get_world_size() == 1 else CommandGroup()
 
     def make_handler(self, config: ResidentConfig, context: TrainContext, group: Group) -> Handler:
         """Build model and data, and distribute the model over the process group."""

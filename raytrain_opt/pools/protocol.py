@@ -61,7 +61,6 @@ class Pool(Protocol):
     name: str  # the kind: worker or slot
     size: int  # at the start
     on_wait: OnWait | None
-    has_trained: bool  # whether any resident of the run has finished a training step
 
     def start(self) -> None:
         """Start the residents without waiting for them. Further calls do nothing."""

@@ -59,7 +59,6 @@ class RayPool:
     can_lose_residents: bool = False
     has_room: Callable[[], bool] | None = None  # for one more; None: the pool keeps its size
     on_wait: OnWait | None = None
-    has_trained: bool = False
     _ended: Any = None
     _ready: bool = False
     _posted: int = 0  # commands
@@ -158,7 +157,6 @@ class RayPool:
             raise_if_ray_ended()
             self.raise_if_ended()
             status = self._status()
-            self.has_trained = status.has_trained
             if is_overdue(status):
                 return False
             if self.on_wait is not None:

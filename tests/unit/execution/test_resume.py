@@ -40,7 +40,7 @@ def job(storage: object, **changes: Any) -> Job:
 
 def settled(settled_job: Job, batch_size: int = 8) -> Job:
     """Return the job as a run on one worker writes it."""
-    return settle(settled_job, Placement(1, None, 0), batch_size)
+    return settle(settled_job, Placement(1, None), batch_size)
 
 
 def found_run(unfinished_job: Job) -> str | None:
@@ -302,7 +302,7 @@ def test_an_interrupted_run_says_how_far_it_is_saved(
 
 
 def test_a_resumed_run_keeps_its_workers_and_threads(storage: str) -> None:
-    began = settle(job(storage), Placement(4, 3, 0), 8)
+    began = settle(job(storage), Placement(4, 3), 8)
     run_dir = make_run(storage, "r-20260103-000000-0000000000000000", began, *SAVED)
     kept, found = find_run(job(storage), None)
     assert (kept.workers.count, kept.workers.threads, found) == (4, 3, run_dir)

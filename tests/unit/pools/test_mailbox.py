@@ -232,20 +232,6 @@ def test_progress_is_that_of_the_resident_furthest_behind() -> None:
     assert play(scene) == [None, Progress(8, 20), Progress(5, 10), None]
 
 
-def test_the_first_step_of_any_resident_is_reported_and_remembered() -> None:
-    async def scene(box: Mailbox) -> list[bool]:
-        await join(box, resident(0))
-        await post(box, "slot", 1)
-        reports = []
-        for done in (0, 1):
-            await report(box, resident(0), 1, Progress(done, 10))
-            reports.append((await box.status("worker")).has_trained)
-        await post(box, "slot", 2)
-        return [*reports, (await box.status("slot")).has_trained]
-
-    assert play(scene) == [False, True, True]
-
-
 def test_nobody_waits_for_a_lost_resident() -> None:
     async def scene(box: Mailbox) -> dict[int, Any]:
         await box.join([resident(0)])
