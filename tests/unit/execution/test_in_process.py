@@ -143,10 +143,7 @@ def test_a_finished_run_is_extended_with_one_command(
     assert lrs == [*first.lrs, *longer.lrs[len(first.lrs) :]]
     [_, event] = read_lines(first.run_dir, "events")
     assert (event["kind"], event["epoch"]) == ("length", 3)
-    assert event["text"] == (
-        "the schedule now covers 4 epochs: the rate goes from "
-        f"{first.lrs[-1]:.3g} to {lrs[len(first.lrs)]:.3g}"
-    )
+    assert event["text"] == "the schedule now covers 4 epochs, not 2"
     assert load_job(Path(first.run_dir, "job.yaml")).epochs == 4
     assert json.loads(Path(first.run_dir, "result.json").read_text())["epochs"] == 4
     with pytest.raises(JobError, match="has finished"):
@@ -297,7 +294,7 @@ def test_an_optimizer_that_was_chosen_is_recorded_and_replayed_bit_for_bit(
     assert raced == {"Adagrad", "Muon"}
     schedule = str(Path(searched.run_dir) / "schedule.jsonl")
     replay = {"policy": "replay", "schedule": schedule}
-    with pytest.raises(JobError, match=r"optimizer: the replayed schedule belongs to Muon"):
+    with pytest.raises(JobError, match=r"optimizer.name: was Muon in the run"):
         run(tiny_job(tmp_path / "b", learning_rate=replay, **changes), in_process=True)
     job = tiny_job(tmp_path / "c", optimizer=muon, learning_rate=replay, **changes)
     replayed = run(job, in_process=True)

@@ -85,7 +85,6 @@ JOBS: dict[str, dict[str, Any]] = {
         "learning_rate": {
             "policy": "stpt_horizon",
             "initial": 1.0,
-            "horizon": 0.4,
             "max_search_cost": 1.0,
             "search_on": "slots",
         },
