@@ -15,7 +15,7 @@ from raytrain_opt.async_training.scheduler import EpochPhase, Granularity, epoch
 from raytrain_opt.async_training.weight_shard import advance_buffers, assemble_state
 from raytrain_opt.clock import Stopwatch, monotonic_s
 from raytrain_opt.cluster.connection import answer
-from raytrain_opt.config.processes import TimeoutsSection
+from raytrain_opt.config.schema import TimeoutsSection
 from raytrain_opt.errors import PoolError
 from raytrain_opt.pools.commands import Evaluate, MainTrain, Progress, StateRef
 from raytrain_opt.pools.protocol import IsDue, TrainingOutcome, slowest
