@@ -146,10 +146,6 @@ class DataLoaderData(TrainingData):
         request = BatchRequest(f"the {split} set", split, _PURPOSES[split], 0, samples)
         return self._reader.__getitems__([request])
 
-    @property
-    def processes(self) -> int:
-        return self._loader.processes
-
     def close(self) -> None:
         """End the loader processes; a later phase would start new ones."""
         self._loader.close()
