@@ -27,8 +27,6 @@ _TORCHVISION_SETS = {
     "cifar10": ("CIFAR10", "cifar-10-batches-py"),
     "cifar100": ("CIFAR100", "cifar-100-python"),
 }
-# Samples whose values are checked at a time: bounds the memory of the temporary mask.
-_CHUNK_SAMPLES = 1024
 # A second or two.
 _DIGEST_BYTES = 2**30
 _DIGITS_TEST_FRACTION = 0.2
@@ -249,9 +247,7 @@ def convert_values(array: NamedArray) -> Array:
     if x.dtype == np.uint8 and x.ndim in (3, 4):
         return _as_images(x)
     values = np.ascontiguousarray(x, dtype=np.float32)
-    chunks = (values[i : i + _CHUNK_SAMPLES] for i in range(0, len(values), _CHUNK_SAMPLES))
-    not_finite = sum(int(np.count_nonzero(~np.isfinite(chunk))) for chunk in chunks)
-    if not_finite:
+    if not_finite := np.count_nonzero(~np.isfinite(values)):
         raise array.error(f"has {not_finite} values that are not finite (NaN or infinite)")
     return values
 

@@ -184,20 +184,18 @@ class DataLoaderData(TrainingData):
 def _fetched(source: SampleSource, requests: Iterator[BatchRequest]) -> Iterator[BatchRequest]:
     """Yield the requests with what loader processes cannot read, fetched a few batches ahead."""
     pending: deque[tuple[BatchRequest, Sequence[Future[bytes]]]] = deque()
+
+    def pop() -> BatchRequest:
+        request, contents = pending.popleft()
+        return request._replace(fetched=[content.result() for content in contents])
+
     for request in requests:
         contents = source.fetch(request.split, request.indices)
-        if not contents:
-            yield request
-            continue
         pending.append((request, contents))
-        if len(pending) > _FETCHED_AHEAD:
-            yield _with_contents(*pending.popleft())
-    for waiting in pending:
-        yield _with_contents(*waiting)
-
-
-def _with_contents(request: BatchRequest, contents: Sequence[Future[bytes]]) -> BatchRequest:
-    return request._replace(fetched=[content.result() for content in contents])
+        if len(pending) > (_FETCHED_AHEAD if contents else 0):
+            yield pop()
+    while pending:
+        yield pop()
 
 
 class _ReusedLoader:
