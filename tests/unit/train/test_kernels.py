@@ -74,11 +74,6 @@ def build(name: str) -> nn.Module:
         return torchvision.models.get_model(model)
 
 
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "beit_base_patch16_224"])
-def test_auto_knows_the_transformers_of_timm(name: str) -> None:
-    assert compile_model("auto", build(f"timm:{name}"), CUDA) == "default"
-
-
 @pytest.mark.parametrize(
     ("setting", "model", "device", "compiled"),
     [

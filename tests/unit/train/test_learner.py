@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from raytrain_opt.config.schema import Job
 from raytrain_opt.data.base import Batch
 from raytrain_opt.data.in_memory_sets import DatasetArrays
-from raytrain_opt.errors import JobError
 from raytrain_opt.recording.predictions import PredictionsRecord
 from raytrain_opt.results import MAX_MISTAKES, Predictions, Steps
 from raytrain_opt.train.kernels import COMPILE_ARGUMENTS
@@ -136,15 +135,6 @@ def test_the_momentum_rises_to_that_of_the_optimizer() -> None:
     assert seen == pytest.approx(expected)
 
 
-def test_an_optimizer_without_momentum_has_no_momentum_warm_up() -> None:
-    adam = learner(
-        optimizer={"name": "Adam", "momentum_warmup": {"epochs": 1, "initial": 0.5}},
-        learning_rate={"policy": "schedule"},
-    )
-    with pytest.raises(JobError, match="Adam has no argument momentum"):
-        adam.train(1, Steps(0, (0.1,)), all_of(1))
-
-
 def reference_sgd(count: int, lrs: Sequence[float], clip_norm: float = math.inf) -> list[Tensor]:
     """Train with SGD, momentum and weight decay written out, on the mean of the gradients."""
     reference = learner()
@@ -243,24 +233,6 @@ def test_a_phase_from_the_same_state_repeats_bit_by_bit(job: dict[str, Any]) -> 
         assert again.losses == totals.losses
 
 
-def test_seeds_make_different_weights_and_equal_seeds_equal_ones() -> None:
-    digests = [learner(seed=seed).state(copy=True).digest() for seed in (0, 0, 1)]
-    assert digests[0] == digests[1] != digests[2]
-
-
-def test_the_factor_multiplies_the_weight_decay() -> None:
-    def trained_weights(weight_decay: float, decay: float) -> list[Tensor]:
-        args = {"momentum": 0.9, "weight_decay": weight_decay}
-        trained = learner(optimizer={"name": "SGD", "args": args})
-        trained.train(1, Steps(0, LRS, weight_decay_factor=decay), all_of(1))
-        return weights(trained)
-
-    assert_close(trained_weights(0.01, 10.0), trained_weights(0.1, 1.0))
-    assert not torch.equal(trained_weights(0.01, 10.0)[0], trained_weights(0.01, 1.0)[0])
-    for expected, weight in zip(trained_weights(0.0, 1.0), trained_weights(0.1, 0.0), strict=True):
-        assert torch.equal(expected, weight)
-
-
 def test_the_weight_decay_factor_lasts_one_phase_and_keeps_zeros() -> None:
     trained = learner(net_with_norm, optimizer={"name": "LARS", "args": {"weight_decay": 0.01}})
     start = trained.state(copy=True)
@@ -279,76 +251,6 @@ def test_the_weight_decay_factor_lasts_one_phase_and_keeps_zeros() -> None:
     trained.load(high)
     trained.train(1, Steps(0, LRS), all_of(1))
     assert decays() == initial_decays
-
-
-def test_no_steps_change_nothing() -> None:
-    trained = learner()
-    before = trained.state(copy=True).digest()
-    totals = trained.train(1, Steps(3, ()), all_of(2))
-    assert trained.state(copy=True).digest() == before
-    assert (totals.steps, totals.samples, totals.loss) == (0, 0, 0.0)
-
-
-def test_on_step_is_called_before_every_step_and_may_raise() -> None:
-    calls: list[int] = []
-
-    def on_step(done: int) -> None:
-        calls.append(done)
-        if done == 2:
-            raise InterruptedError
-
-    trained, two_steps = learner(), learner()
-    with pytest.raises(InterruptedError):
-        trained.train(1, Steps(0, LRS), all_of(1), on_step)
-    assert calls == [0, 1, 2]
-    two_steps.train(1, Steps(0, LRS[:2]), all_of(1))
-    assert_close(weights(trained), weights(two_steps))
-
-
-def test_totals_are_sums_over_the_samples() -> None:
-    trained = learner()
-    totals = trained.train(1, Steps(0, (0.0, 0.0)), all_of(2))
-    reference = learner()
-    reference.model.train()
-    loss_sum = 0.0
-    for batch in reference.data.train_batches(1, product(range(2), range(1)), 1, 16):
-        output = reference.model(batch.x)
-        loss_sum += nn.functional.cross_entropy(output, batch.y, reduction="sum").item()
-    assert totals.loss == pytest.approx(loss_sum / 32)
-    assert (totals.steps, totals.samples) == (2, 32)
-    assert totals.duration_s >= totals.data_wait_s >= 0
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_is_reported(bad: float) -> None:
-    trained = learner()
-    with torch.no_grad():
-        trained.model[3].bias[0] = bad  # type: ignore[index]
-    assert not math.isfinite(trained.train(1, Steps(0, (0.1,)), all_of(2)).loss)
-    assert not math.isfinite(trained.evaluate("validation").loss)
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_mixed_precision_trains_close_to_full(precision: str) -> None:
-    full, mixed = learner(), learner(precision=precision)
-    dtypes: list[torch.dtype] = []
-    mixed.model[0].register_forward_hook(  # type: ignore[index]
-        lambda _module, _inputs, output: dtypes.append(output.dtype)
-    )
-    a, b = (t.train(1, Steps(0, LRS), all_of(2)) for t in (full, mixed))
-    assert set(dtypes) == {torch.bfloat16 if precision == "bf16" else torch.float16}
-    assert b.loss == pytest.approx(a.loss, rel=0.02)
-    assert {p.dtype for p in mixed.model.parameters()} == {torch.float32}
-    for left, right in zip(weights(full), weights(mixed), strict=True):
-        torch.testing.assert_close(left, right, rtol=0, atol=0.02)
-    assert mixed.scaler.is_enabled() == (precision == "fp16")
-
-
-def test_channels_last_changes_only_the_memory_order() -> None:
-    last, first = learner(channels_last=True), learner(channels_last=False)
-    a, b = (t.train(1, Steps(0, LRS), all_of(2)) for t in (last, first))
-    assert a.loss == pytest.approx(b.loss)
-    assert_close(weights(last), weights(first))
 
 
 class CountReads(TorchDispatchMode):
@@ -373,12 +275,6 @@ def muon(aux: str) -> dict[str, Any]:
 
 
 CLIPPED = {"name": "SGD", "clip_norm": 0.1}
-
-
-def test_reads_of_a_tensor_are_counted() -> None:
-    with CountReads() as reads:
-        float(torch.ones(2).sum())
-    assert reads.count == 1
 
 
 @pytest.mark.parametrize("average", [None, "auto"])
@@ -516,11 +412,6 @@ def test_the_predictions_of_all_ranks_are_those_of_the_network(world_size: int) 
         assert np.abs(difference).mean() < 8
 
 
-def test_other_evaluations_remember_no_predictions() -> None:
-    assert learner().evaluate("validation").predictions is None
-    assert Predictions.join([None, None]) is None
-
-
 def test_statistics_are_recomputed_from_training_batches() -> None:
     trained = learner(net_with_norm, batch_norm={"recalibrate_batches": 2}, batch_ramp=RAMP)
     trained.train(2, Steps(0, LRS[:1]), all_of(1))
@@ -656,13 +547,6 @@ def test_evaluation_changes_nothing() -> None:
     trained.train(1, Steps(0, LRS), all_of(1))
     other.train(1, Steps(0, LRS), all_of(1))
     assert trained.state(copy=True).digest() == other.state(copy=True).digest()
-
-
-def test_evaluation_reports_its_progress() -> None:
-    calls: list[tuple[int, int]] = []
-    trained = learner(evaluate={"batch_size_per_worker": 10})
-    trained.evaluate("test", on_step=lambda done, total: calls.append((done, total)))
-    assert calls == [(0, 4), (1, 4), (2, 4), (3, 4)]
 
 
 def test_a_readable_sample_does_not_weigh_more_for_an_unreadable_one() -> None:
