@@ -62,6 +62,7 @@ def job(**changes: Any) -> Job:
         "optimizer": "SGD",
         "average": None,
         "workers": {"count": WORKERS},
+        "parallel": {"micro_batches": WORKERS},
     }
     return Job.model_validate(values | changes)
 
@@ -139,7 +140,8 @@ def test_without_staleness_each_gradient_is_a_step_of_synchronous_training(
         held_out=600,
         workers=1,
     )
-    small_job = job(optimizer=OPTIMIZERS[name], global_batch_size=16, workers={"count": 1})
+    one = {"count": 1}
+    small_job = job(optimizer=OPTIMIZERS[name], global_batch_size=16, workers=one, parallel={})
     small = Learner(LearnerConfig.from_job(small_job), digits, CPU)
     small.load(state)
     groups = small.optimizer.param_groups
@@ -173,7 +175,7 @@ def test_without_staleness_each_gradient_is_a_step_of_synchronous_training(
 def test_with_staleness_every_micro_batch_counts_once(
     digits: DatasetArrays, bound: int | None, compression: str
 ) -> None:
-    async_job = job(parallel={"mode": "async", "compression": compression})
+    async_job = job(parallel={"micro_batches": WORKERS, "compression": compression})
     _, state = trained_learner(async_job, digits)
     final_state, server, reports = asynchronous(async_job, digits, state, bound)
     numbers = server.pushed
