@@ -97,7 +97,7 @@ def main() -> None:
     "--label-column", metavar="NAME", help="The column of a CSV file with the class of each image."
 )
 def init(folder: str, output: str, label_column: str | None) -> None:
-    """Write a job file for a folder of data.
+    """Write a job file for a folder of images.
 
     Example: raytrain-opt init photos --output photos.yaml
     """
@@ -259,24 +259,27 @@ def predict(run_dir: str, images: tuple[str, ...], as_json: bool, trust: bool) -
     type=click.Choice(["torch_export", "onnx", "safetensors"]),
     help="onnx needs the packages of raytrain_opt[onnx].",
 )
-@click.option("--output", metavar="FILE", help="Default: model.SUFFIX in this directory.")
+@click.option("--output", metavar="FILE", help="Default: model.FORMAT in this directory.")
 @_trust
 def export(run_dir: str, name: str, output: str | None, trust: bool) -> None:
     """Write the network of a run as one file, and check it.
 
     Example: raytrain-opt export runs/quickstart-* --format torch_export --output digits.pt2
     """
-    from raytrain_opt.commands import export as exports
+    from raytrain_opt.commands.export import export as export_model
+    from raytrain_opt.commands.export import first_test_image
     from raytrain_opt.train.trained_model import load_for
 
     model = load_for("raytrain-opt export", run_dir, "cpu", trust)
-    path = output or f"model.{exports.FORMATS[name].suffix}"
-    outputs, picture = exports.export(model, name, path)
+    path = output or f"model.{name}"
+    picture = first_test_image(run_dir)
+    outputs, difference = export_model(model, name, path, picture)
     error = f"largest relative difference {outputs:.1g}" if outputs else "equal bits"
     _echo(f"{path}: {model.checkpoint}; its outputs match ({error})")
-    if picture is not None:
-        text = "a picture prepared as its metadata say has the probabilities of predict"
-        _echo(f"{text} (largest difference {picture:.1g})")
+    if difference is not None:
+        source = "a picture of the test set" if picture else "a made-up picture"
+        text = f"{source}, prepared as its metadata say, has the probabilities of predict"
+        _echo(f"{text} (largest difference {difference:.1g})")
 
 
 @main.command()

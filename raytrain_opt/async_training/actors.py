@@ -255,9 +255,9 @@ class AsynchronousProgram(SynchronousProgram):
 
     def join_group(self, context: TrainContext) -> Group:
         """Return this worker alone: each one calls the mailbox itself."""
-        from raytrain_opt.pools.resident import Alone
+        from raytrain_opt.pools.resident import Group
 
-        return Alone()
+        return Group()
 
     def make_handler(self, config: ResidentConfig, context: TrainContext, group: Group) -> Handler:
         """Build model and data."""

@@ -15,7 +15,7 @@ from raytrain_opt.async_training.scheduler import EpochPhase, epoch_phase
 from raytrain_opt.async_training.weight_shard import advance_buffers, assemble_state
 from raytrain_opt.clock import Stopwatch, monotonic_s
 from raytrain_opt.cluster.connection import answer
-from raytrain_opt.config.processes import TimeoutsSection
+from raytrain_opt.config.schema import TimeoutsSection
 from raytrain_opt.errors import PoolError
 from raytrain_opt.pools.commands import Evaluate, MainTrain, Progress, StateRef
 from raytrain_opt.pools.protocol import IsDue, TrainingOutcome, slowest
@@ -71,20 +71,11 @@ class AsynchronousTraining:
             duration_s=timings_s["compute_s"],
             data_wait_s=timings_s["data_wait_s"],
         )
-        parallel: dict[str, object] = {
-            "mode": "async",
-            "workers": len(metrics),
-            "micro_batches": [worker.micro_batches for worker in metrics],
-            "micro_batches_per_step": phase.micro_batches,
-            "shards": len(self._server.shards),
-            "compression": self._config.parallel.compression,
-        }
         return TrainingOutcome(
             state,
             totals,
             {**timings_s, **stopwatch.timings_s},
             len(metrics),
-            parallel,
             staleness,
         )
 

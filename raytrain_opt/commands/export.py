@@ -10,19 +10,21 @@ import io
 import json
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from raytrain_opt.config.load import load_job
+from raytrain_opt.data import load_shared_data
+from raytrain_opt.data.source import ImageSource
 from raytrain_opt.data.transforms import describe_input
-from raytrain_opt.errors import JobError, Problem, RaytrainOptError
+from raytrain_opt.errors import DataError, JobError, Problem, RaytrainOptError
 from raytrain_opt.storage import local_path, write_bytes
-from raytrain_opt.train.trained_model import TrainedModel
+from raytrain_opt.train.trained_model import TrainedModel, find_weights
 
 # Sizes of the batches of the check: one, and not the one that the network is traced with.
 _BATCH_SIZES = (1, 3)
@@ -33,47 +35,35 @@ _TOLERANCE = 1e-4
 _PIXEL_TOLERANCE = 2.01
 
 Run = Callable[[Tensor], Tensor]
+# Turns a model into the bytes of a file, and these into a function again.
+Convert = Callable[[TrainedModel, Tensor], tuple[bytes, Run]]
 
 
-@dataclass(frozen=True)
-class Format:
-    """`convert` turns a model into the bytes of a file, and these into a function again."""
+def export(
+    model: TrainedModel, name: str, path: str, picture: bytes | None = None
+) -> tuple[float, float | None]:
+    """Write the network as format `name`; return the largest differences that its check measured.
 
-    suffix: str
-    convert: Callable[[TrainedModel, Tensor], tuple[bytes, Run]]
-
-
-class Differences(NamedTuple):
-    """Largest differences of a written file to the network.
-
-    `outputs`: in parts of the largest one. `probabilities`: of a picture prepared as the file's
-    metadata say, by another library, to those of `predict`; None for other inputs than images.
-    """
-
-    outputs: float
-    probabilities: float | None
-
-
-def export(model: TrainedModel, name: str, path: str) -> Differences:
-    """Write the network as format `name`; return what its check has measured.
-
-    `model` is on the CPU. Raises JobError when packages for the format are missing,
-    RaytrainOptError when the network cannot be exported or computes something else; then no file
-    is written.
+    Of outputs, in parts of the largest one; and of the probabilities of a picture prepared as the
+    file's metadata say, by another library, to what `predict` says; None for other inputs. `model`
+    is on the CPU. `picture`: an image file; default is one that is made up. Raises JobError when
+    packages for the format are missing, RaytrainOptError when the network cannot be exported or
+    computes something else; then no file is written.
     """
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(n, *model.sample_shape, generator=generator) for n in (2, *_BATCH_SIZES)]
     try:
-        content, exported = FORMATS[name].convert(model, inputs[0])
+        content, exported = FORMATS[name](model, inputs[0])
         difference = max(_difference(model.network, exported, x) for x in inputs)
-        from_file = _file_difference(model, exported) if model.preprocessing.is_image else None
-    except RaytrainOptError:
-        raise
+        is_image = model.preprocessing.is_image
+        from_file = _file_difference(model, exported, picture) if is_image else None
     except ImportError as error:
         rule = f"needs packages that are not installed: {error}"
         hint = "pip install 'raytrain_opt[onnx]'"
         raise JobError([Problem("--format", rule, name, hint)], "arguments") from error
     except Exception as error:
+        if isinstance(error, RaytrainOptError):
+            raise
         raise RaytrainOptError(
             f"this network cannot be exported as {name}: {type(error).__name__}: {error}"
         ) from error
@@ -84,22 +74,36 @@ def export(model: TrainedModel, name: str, path: str) -> Differences:
             "on values of the input, or on random numbers?"
         )
     write_bytes(local_path(path), content)
-    return Differences(difference, from_file)
+    return difference, from_file
 
 
-def _file_difference(model: TrainedModel, exported: Run) -> float:
+def first_test_image(run: str) -> bytes | None:
+    """Return the first image file of a run's test set; None if this machine has none of it."""
+    job_file = find_weights(run, "RUN_DIR").job_file
+    data = load_job(job_file).data if job_file.is_file() else None
+    if data is None or not data.on_nodes:
+        return None
+    try:
+        source = load_shared_data(data)
+        return source.content("test", 0) if isinstance(source, ImageSource) else None
+    except (DataError, OSError, ValueError):  # on another machine, or damaged
+        return None
+
+
+def _file_difference(model: TrainedModel, exported: Run, picture: bytes | None) -> float:
     """Return how far the probabilities of an image file differ from those of `predict`.
 
     Raises RaytrainOptError if its prepared pixels do: then the metadata describe something else.
     """
-    # Smooth, not square, and not so large that the decoder itself would halve it.
     _, height, width = model.sample_shape
-    rows, columns = np.mgrid[0 : height * 5 // 4, 0 : width * 3 // 2] / (width * 3 // 2)
-    waves = [np.sin(9 * rows + phase) * np.cos(7 * columns) for phase in (0.0, 1.0, 2.0)]
-    image = Image.fromarray((127.5 * (1 + np.stack(waves, 2))).astype(np.uint8))
-    image.save(file := io.BytesIO(), "PNG")
+    image = _waves(height, width)
+    if picture is not None:
+        image = ImageOps.exif_transpose(Image.open(io.BytesIO(picture))).convert("RGB")
+    # A decoder halves larger ones, which other libraries do not.
+    factor = max(1, min(image.height // (2 * height), image.width // (2 * width)))
+    small = image.reduce(factor)
     steps = json.loads(_metadata(model)["raytrain_opt"])["input"]
-    x, expected = prepare(image, steps), model.preprocess([file.getvalue()])
+    x, expected = prepare(small, steps), model.preprocess([small])
     scale = 255 * torch.tensor(steps.get("then_divide_by", [1.0])).view(-1, 1, 1)
     pixels = float((scale * (x - expected)).abs().max())
     if not pixels <= _PIXEL_TOLERANCE:
@@ -108,8 +112,15 @@ def _file_difference(model: TrainedModel, exported: Run) -> float:
             f"{pixels:.3g} of 255; no file was written"
         )
     with torch.no_grad():
-        output = exported(x).float().softmax(dim=1)
-    return float((output - model.classify(expected)).abs().max())
+        output = exported(prepare(image, steps)).float().softmax(dim=1)
+    return float((output - model.probabilities([picture or image])).abs().max())
+
+
+def _waves(height: int, width: int) -> Image.Image:
+    """Return a smooth picture that is not square."""
+    rows, columns = np.mgrid[0 : height * 5 // 4, 0 : width * 3 // 2] / (width * 3 // 2)
+    waves = [np.sin(9 * rows + phase) * np.cos(7 * columns) for phase in (0.0, 1.0, 2.0)]
+    return Image.fromarray((127.5 * (1 + np.stack(waves, 2))).astype(np.uint8))
 
 
 def prepare(image: Image.Image, steps: Mapping[str, Any]) -> Tensor:
@@ -184,8 +195,8 @@ def _metadata(model: TrainedModel) -> dict[str, str]:
     return {"raytrain_opt": json.dumps(description)}
 
 
-FORMATS = {
-    "torch_export": Format("pt2", _torch_export),
-    "onnx": Format("onnx", _onnx),
-    "safetensors": Format("safetensors", _safetensors),
+FORMATS: dict[str, Convert] = {
+    "torch_export": _torch_export,
+    "onnx": _onnx,
+    "safetensors": _safetensors,
 }

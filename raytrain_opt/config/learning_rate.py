@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -100,24 +99,9 @@ class _Policy(Section):
     policy: str
 
     @property
-    @abstractmethod
-    def summary(self) -> str:
-        """How the rate is chosen, for a person."""
-
-    @property
-    def recorded(self) -> str | None:
-        """Path of a recorded schedule that it replays."""
-        return None
-
-    @property
     def follows_metric(self) -> bool:
         """Whether the rate follows the metric of the validation split."""
         return False
-
-    @property
-    def needs_validation(self) -> bool:
-        """Whether it decides by the validation split."""
-        return self.has_candidates or self.follows_metric
 
     @property
     def decays(self) -> bool:
@@ -132,7 +116,7 @@ class _Policy(Section):
     @property
     def fits_any_length(self) -> bool:
         """Whether a training may last a time in place of a number of epochs."""
-        return self.recorded is None and (self.decays or self.can_be_constant)
+        return self.policy != "replay" and (self.decays or self.can_be_constant)
 
 
 class StptPolicy(_Policy):
@@ -172,10 +156,6 @@ class StptPolicy(_Policy):
             yield "warmup.steps", "is for policy schedule; give whole epochs"
 
     @property
-    def summary(self) -> str:
-        return f"stpt from {self.initial:g}, candidates {self.candidates}, alpha {self.alpha:g}"
-
-    @property
     def max_candidates(self) -> int:
         """Candidates of a round, at most; 0 for a single one, which is no search."""
         sets = [self.candidates] if isinstance(self.candidates, list) else LR_SETS.values()
@@ -210,18 +190,12 @@ class HorizonPolicy(_Policy):
     warmup_fraction: Fraction | None = None
     """Fraction of the training in which the rate rises from 0 to its peak. Default: 0.2 with LARS,
     else 0.1."""
-    horizon: Annotated[PositiveFloat, Field(le=1)] = 0.5
-    """Length of a candidate's schedule in epochs, if max_search_cost allows it."""
     max_search_cost: Annotated[PositiveFloat, Field(le=1)] | Literal["auto"] = "auto"
     """Limit of the search, as a fraction of the samples of the training. auto: 0.2; in a small
     training more, up to 1, so that candidates have the 300 updates that a decision needs."""
     search_on: SearchOn | None = Field(
         None, description=f"{_SEARCH_ON} Default: workers; slots with parallel.mode: async."
     )
-
-    @property
-    def summary(self) -> str:
-        return f"{self.shape} decay; its peak is searched, starting at {self.initial:g}"
 
 
 class SchedulePolicy(_Policy):
@@ -262,10 +236,6 @@ class SchedulePolicy(_Policy):
     """The first epochs."""
 
     @property
-    def summary(self) -> str:
-        return f"{self.shape} from {self.initial:g}"
-
-    @property
     def follows_metric(self) -> bool:
         return self.plateau_on == "val_metric"
 
@@ -302,14 +272,6 @@ class ReplayPolicy(_Policy):
     policy: Literal["replay"]
     schedule: Location
     """Path of the schedule.jsonl of that run."""
-
-    @property
-    def summary(self) -> str:
-        return f"replay of {self.schedule}"
-
-    @property
-    def recorded(self) -> str:
-        return self.schedule
 
 
 LearningRateSection = Annotated[

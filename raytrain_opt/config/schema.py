@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from raytrain_opt.config import rules
 from raytrain_opt.config.batch_size import BatchSizeSection
@@ -16,9 +17,7 @@ from raytrain_opt.config.learning_rate import (
     LearningRateSection,
     SearchOn,
 )
-from raytrain_opt.config.processes import SlotsSection, TimeoutsSection, WorkersSection
 from raytrain_opt.config.section import (
-    Args,
     BrokenRule,
     Duration,
     Float,
@@ -30,6 +29,7 @@ from raytrain_opt.config.section import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Seconds,
     Section,
     is_function_name,
 )
@@ -43,7 +43,7 @@ from raytrain_opt.config.updates import (
 from raytrain_opt.errors import JobError, Problem
 
 Precision = Literal["auto", "fp32", "fp32_strict", "bf16", "fp16"]
-Compile = Literal["auto", "off", "default", "max-autotune"]
+Compile = Literal["auto", "none", "default", "max-autotune"]
 CLASSIFICATION = "classification"
 
 
@@ -54,7 +54,7 @@ class ModelSection(NamedSection):
     """resnet8, cifar_resnet18, cifar_resnet45, cifar_resnet50, vgg16_bn, vgg16_one_bn (for small
     images), resnet45 (for large ones), small_cnn, a classification model of torchvision by its
     name there, or a function of your own as package.module:function; from Python also a module."""
-    args: Args = Field(default_factory=dict)
+    args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the model's constructor or function."""
     weights: Location | None = None
     """Weights to start from: a file (safetensors, or a state_dict of torch), a folder of timm
@@ -72,7 +72,7 @@ class TaskSection(NamedSection):
     name: NameOrInstance = CLASSIFICATION
     """classification, or package.module:Class with the methods training_loss and
     validation_metrics (from Python also an object); see tasks.md."""
-    args: Args = Field(default_factory=dict)
+    args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class."""
 
     @property
@@ -109,13 +109,26 @@ class LossSection(NamedSection):
 class CheckpointSection(Section):
     """Which checkpoints are saved and kept.
 
-    After each round of candidates one is saved in any case, and kept until the next one exists.
+    Those within an epoch, and after each round of candidates, are kept until the next one exists.
     """
 
+    every: PositiveInt | Duration = 60.0
+    """Time, such as 60s or 5min, or number of training steps (an integer) after which the next
+    checkpoint is saved, also within an epoch: what a failure costs at most."""
     every_epochs: PositiveInt = 1
     """Epochs between checkpoints."""
     keep: PositiveInt | Literal["all"] = 2
     """Number of latest checkpoints to keep, beside the one that is the best on the test set."""
+
+    @property
+    def every_s(self) -> float:
+        """The time in seconds; infinite where `every` is a number of steps."""
+        return math.inf if isinstance(self.every, int) else self.every
+
+    @property
+    def every_steps(self) -> float:
+        """The number of steps; infinite where `every` is a time."""
+        return self.every if isinstance(self.every, int) else math.inf
 
 
 class EvaluateSection(Section):
@@ -128,28 +141,15 @@ class EvaluateSection(Section):
 
 
 def _default_optimizer(job: dict[str, Any]) -> OptimizerChoiceSection:
-    """Return the choice that the search has among optimizers, or SGD where there is none.
-
-    `job`: the sections above, without those with an error.
-    """
-    learning_rate, parallel = job.get("learning_rate"), job.get("parallel")
-    if learning_rate is None or parallel is None:
-        return OptimizerChoiceSection()
-    searches = learning_rate.searches_first and parallel.common_steps
+    """Return the choice that the search has, or SGD without one; `job`: the sections above."""
+    searches = job and job["learning_rate"].searches_first and job["parallel"].common_steps
     return OptimizerChoiceSection(name="auto") if searches else OptimizerChoiceSection()
 
 
 def _default_average(job: dict[str, Any]) -> Literal["auto"] | None:
-    """Return the average that shows what a decaying rate will bring; None for other policies.
-
-    `job`: the sections above, without those with an error.
-    """
-    optimizer, parallel = job.get("optimizer"), job.get("parallel")
-    learning_rate = job.get("learning_rate")
-    if learning_rate is None or optimizer is None or parallel is None:
-        return None
-    averages = learning_rate.is_found and parallel.common_steps
-    return "auto" if averages and not optimizer.is_schedule_free else None
+    """Return the average that shows what a decaying rate will bring, or none."""
+    averages = job and job["learning_rate"].is_found and job["parallel"].common_steps
+    return "auto" if averages and not job["optimizer"].is_schedule_free else None
 
 
 class TrackingSection(Section):
@@ -174,6 +174,94 @@ class StopSection(Section):
         """Refuse a section that never ends a run."""
         if self.target is None and self.patience is None:
             yield "target", "is required, unless patience is given"
+
+
+def _refuse_parts(resources: dict[str, float]) -> dict[str, float]:
+    if (gpus := resources.get("GPU", 0)) > 1 and gpus != int(gpus):
+        raise ValueError("GPU must be an integer above 1")
+    return resources
+
+
+Resources = Annotated[dict[str, PositiveFloat], AfterValidator(_refuse_parts)]
+
+
+class CountRange(Section):
+    """As many workers as the cluster has room for: it may lose nodes and get others."""
+
+    min: PositiveInt
+    """Wait for nodes when there is room for fewer."""
+    max: PositiveInt
+    """Number of workers where the cluster has room."""
+
+
+class WorkersSection(Section):
+    """The data-parallel workers of Ray Train."""
+
+    count: PositiveInt | Literal["auto"] | CountRange = "auto"
+    """Number of workers; each computes an equal part of the global batch. auto: as many as there
+    are free GPUs, or the largest number below that divides global_batch_size; without GPUs, 1.
+    {min: 2, max: 8}: continue with fewer when a node is lost, and with more, from the next epoch
+    on, when there is room again; the global batch stays."""
+    use_gpu: bool | Literal["auto"] = "auto"
+    """auto: use GPUs if the cluster has any, else the CPU."""
+    resources: Resources | None = None
+    """Ray resources of each worker. Default: a GPU; where there are slots, 0.6 of it, so that a
+    slot fits on the same device and a second worker does not; on CPU, 0.6 of the CPUs per worker,
+    at most 0.6."""
+    threads: Annotated[PositiveInt, Field(le=1024)] | None = None
+    """Compute threads of a worker on CPU; slots share as many. Default: the cores of the node that
+    other programs leave idle at the start / count, or fewer, if training steps that are timed at
+    the start are as fast with fewer; on a Ray that runs already, its cores / count; on one
+    machine, OMP_NUM_THREADS if it is set. A resume keeps the number."""
+
+    @property
+    def size(self) -> int:
+        """The largest number of workers; of `auto`, 1 until the cluster is known."""
+        if isinstance(self.count, CountRange):
+            return self.count.max
+        return 1 if self.count == "auto" else self.count
+
+    @property
+    def min_workers(self) -> int:
+        """The smallest number of workers that the job may continue with."""
+        return self.count.min if isinstance(self.count, CountRange) else self.size
+
+    @property
+    def can_shrink(self) -> bool:
+        """Whether the job may continue with fewer workers."""
+        return self.min_workers < self.size
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the job says how many workers there are, at most."""
+        return self.count != "auto"
+
+    def broken_rules(self) -> Iterator[BrokenRule]:
+        """Refuse a minimum above the maximum."""
+        if self.min_workers > self.size:
+            yield "count.min", f"is more than max, {self.size}"
+
+
+class SlotsSection(Section):
+    """The resident Ray Tune trials that train candidates."""
+
+    count: PositiveInt | None = None
+    """Number of slots. Default: one per candidate, if the cluster has room."""
+    resources: Resources | None = None
+    """Ray resources of each slot. Default: as for workers, with 0.4 for 0.6."""
+
+
+class TimeoutsSection(Section):
+    """How long to wait for processes. Every wait has a limit."""
+
+    start_s: Seconds = 600.0
+    """Until all workers and slots are ready."""
+    no_progress_s: Seconds = 900.0
+    """Without any progress of a worker, slot or probe that has a command, of the data that are
+    read at the start, or of a checkpoint that is written."""
+    stop_s: Seconds = 20.0
+    """After Ctrl-C or SIGTERM: until the step that was reached is done. Then, and after a
+    training: until the pools have ended, before they are killed."""
 
 
 class Job(Section):
@@ -236,7 +324,7 @@ class Job(Section):
     """Use the channels_last memory format for images and convolutions."""
     compile: Compile = "auto"
     """torch.compile for the model, in its mode default or max-autotune (without CUDA graphs).
-    auto: default on GPUs for models with attention, else off. Compiled, dropout draws other
+    auto: default on GPUs for models with attention, else none. Compiled, dropout draws other
     random numbers."""
     workers: WorkersSection = Field(default_factory=WorkersSection)
     """The data-parallel training processes."""
@@ -311,12 +399,16 @@ class Job(Section):
         return self.data.any_samples and not self.task.is_classification
 
     @property
+    def decides_by_validation(self) -> bool:
+        """Whether the policy decides by the validation split."""
+        return self.learning_rate.has_candidates or self.learning_rate.follows_metric
+
+    @property
     def hold_out(self) -> HoldOut:
         """The validation split: a tenth where a policy decides by it, unless the job says."""
-        data = self.data
-        fraction = data.validation_fraction
+        fraction = self.data.validation_fraction
         if fraction is None:
-            fraction = 0.1 if self.learning_rate.needs_validation else 0.0
+            fraction = 0.1 if self.decides_by_validation else 0.0
         return HoldOut(fraction, only_in_search=self.learning_rate.searches_first)
 
     @property

@@ -23,7 +23,6 @@ from pydantic import (
 from pydantic.functional_validators import ModelWrapValidatorHandler
 
 from raytrain_opt.config.error_messages import SectionError, given, problems_of
-from raytrain_opt.config.yaml_loader import Word
 from raytrain_opt.errors import Problem
 
 
@@ -44,23 +43,6 @@ Fraction = Annotated[Float, Field(ge=0, lt=1)]
 Seconds = Annotated[Float, Field(gt=0, le=365 * 86400)]
 
 
-def _refuse_words(args: dict[str, Any]) -> dict[str, Any]:
-    values: list[Any] = [args]
-    while values:
-        value = values.pop()
-        if isinstance(value, Word):
-            raise ValueError(
-                f"{value} may be text or a truth value: write true or false, or quote it"
-            )
-        inner = value.values() if isinstance(value, Mapping) else value
-        values += inner if isinstance(value, Mapping | list | tuple) else []
-    return args
-
-
-# Arguments of a function or class.
-Args = Annotated[dict[str, Any], AfterValidator(_refuse_words)]
-
-
 def _refuse_variables(path: str) -> str:
     if variable := re.search(r"\$\{?[A-Za-z_]\w*\}?", path):
         rule = "is not replaced by its value; write the path itself, or ~ for the home"
@@ -68,8 +50,15 @@ def _refuse_variables(path: str) -> str:
     return path
 
 
+def _refuse_uri(path: str) -> str:
+    if "://" in path:
+        raise ValueError("must be a path in the file system of every node, not a URI")
+    return path
+
+
 # A path or URI.
 Location = Annotated[str, AfterValidator(_refuse_variables)]
+LocalPath = Annotated[Location, AfterValidator(_refuse_uri)]
 
 _UNITS_S = {"": 1, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
@@ -85,6 +74,7 @@ def parse_duration(value: object) -> object:
 
 # Text with units, or seconds.
 Duration = Annotated[Seconds, BeforeValidator(parse_duration)]
+
 
 # A broken rule over several fields: the path below the section, and what is wrong.
 BrokenRule = tuple[str, str]

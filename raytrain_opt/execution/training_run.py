@@ -12,11 +12,10 @@ from raytrain_opt.data.base import DataFingerprint
 from raytrain_opt.errors import DivergedError, PoolError
 from raytrain_opt.execution.callbacks import Callbacks
 from raytrain_opt.execution.checkpoint_writer import CheckpointWriter
-from raytrain_opt.execution.length import TrainingLength, measure_pace
+from raytrain_opt.execution.length import Pace, TrainingLength, measure_pace
 from raytrain_opt.execution.progress import EpochMetrics, PartialEpoch, RunProgress, epoch_record
 from raytrain_opt.execution.resolve import Resolved
 from raytrain_opt.execution.resume import job_fields
-from raytrain_opt.execution.worker_events import WorkerEvents
 from raytrain_opt.execution.workspace import Workspace
 from raytrain_opt.pools.commands import MainTrain, Pretrain, Progress, StateRef
 from raytrain_opt.pools.protocol import (
@@ -40,7 +39,6 @@ from raytrain_opt.search.policy import (
     TryCandidates,
     is_finite,
 )
-from raytrain_opt.search.time_budget import Pace
 from raytrain_opt.train.checkpoint import Checkpoint, read_checkpoint
 from raytrain_opt.train.pretrained import start_from_pretrained
 from raytrain_opt.train.state import TrainingState
@@ -72,8 +70,7 @@ class TrainingRun:
         self._workers_ready = False
         self._initial: TrainingState | None = None  # while the training may start again
         self._in_round = False  # candidates are trained
-        self._searches = resolved.candidates > 0
-        self._worker_events = WorkerEvents(self.event_log, pools.workers)
+        self._at_work = pools.workers.size  # in the latest epoch
         for pool in pools.all:
             pool.on_wait = self._on_wait
         data, fields = DataFingerprint.of(resolved.info), job_fields(self.job)
@@ -112,6 +109,7 @@ class TrainingRun:
         self.pools.states.keep(state)
         if self._may_start_again:
             self._initial = self.pools.states.get(state)
+        self.checkpoints.interval.restart()
         return state
 
     def plan(self, state: StateRef, history: History) -> History:
@@ -178,33 +176,37 @@ class TrainingRun:
         self._wait_for_workers()
         self._in_round = False
         self._show_phase(action.epoch, "main train")
-        if action.epoch == 1 and not self.history.decisions and self._searches:
+        searches = self.job.learning_rate.max_candidates > 0
+        if action.epoch == 1 and not self.history.decisions and searches:
             self.terminal.note(f"epoch 1: {action.reason}")
-        if self._epoch.train is None:
-            self.pools.workers.grow()
-            if action.overfitting:
-                text = f"epoch {action.epoch}: {action.overfitting}"
-                self.event_log.log("overfitting", action.epoch, text)
+        if self._epoch.train is None and action.overfitting:
+            text = f"epoch {action.epoch}: {action.overfitting}"
+            self.event_log.log("overfitting", action.epoch, text)
         with self.stop.deferred(self.job.timeouts.stop_s):
             state = self._train_steps_left(state, action)
-            if self.stop.error is not None:
-                self._save_step(state)
         if self._starts_again_after(action.epoch) and self._is_ruined(state):
             self._epoch.is_ruined = True
             return state, EpochLosses(math.nan)
         return state, self._losses(state, action)
 
     def _train_steps_left(self, state: StateRef, action: TrainEpoch) -> StateRef:
-        """Train the steps that an interrupted run has not done."""
-        done = self._epoch.train.steps if self._epoch.train else 0
-        command = MainTrain(state, action.epoch, action.steps.after(done))
-        with self._epoch.stopwatch.measure("main_train_s"):
-            outcome = self.pools.main_training.train(
-                command,
-                is_due=lambda: self.stop.error is not None,
-            )
-        self._add_main_training(command, outcome)
-        return outcome.state
+        """Train the steps that are not done; save on the way, when that is due."""
+        left = action.steps.after(self._epoch.train.steps if self._epoch.train else 0)
+        while True:
+            self.pools.workers.grow()
+            until = self.checkpoints.interval.limit(len(left.lrs))
+            command = MainTrain(state, action.epoch, left, until)
+            with self._epoch.stopwatch.measure("main_train_s"):
+                outcome = self.pools.main_training.train(command, is_due=self._must_save)
+            self._add_main_training(command, outcome)
+            state, left = outcome.state, left.after(outcome.totals.steps)
+            if self._must_save():
+                self._save_step(state)
+            if not left.lrs or self.stop.error is not None:
+                return state
+
+    def _must_save(self) -> bool:
+        return self.stop.error is not None or self.stop.saves or self.checkpoints.is_due
 
     def _losses(self, state: StateRef, action: TrainEpoch) -> EpochLosses:
         """Score the validation split where the policy asks for it or a plateau follows it."""
@@ -227,11 +229,12 @@ class TrainingRun:
             raise
 
     def _add_main_training(self, command: MainTrain, outcome: TrainingOutcome) -> None:
-        self._worker_events.trained(command.epoch, outcome.workers)
+        self.startup.mark("first_step_s")  # where no worker has reported a step
+        self._log_workers(command.epoch, outcome.workers)
         self.pools.states.keep(outcome.state)
         self._epoch.add(command, outcome)
-        progress = self.progress.add_samples(kept=outcome.totals.samples)
-        self.progress = replace(progress, parallel=outcome.parallel)
+        self.checkpoints.interval.count(outcome.totals.steps)
+        self.progress = self.progress.add_samples(kept=outcome.totals.samples)
         totals = outcome.totals
         if not self._starts_again_after(command.epoch):
             self._raise_if_diverged(command.epoch, "training", totals.loss, totals.failure)
@@ -239,9 +242,20 @@ class TrainingRun:
             text = f"epoch {command.epoch}: a training that is not finite raised {totals.failure}"
             self.event_log.log("diverged", command.epoch, text)
 
+    def _log_workers(self, epoch: int, workers: int) -> None:
+        before, self._at_work = self._at_work, workers
+        if workers != before:
+            kind = "fewer" if workers < before else "more"
+            running = f"running on {workers} of {self.pools.workers.size} workers"
+            text = f"epoch {epoch}: {running}; global batch size unchanged"
+            self.event_log.log(kind, epoch, text)
+
     def _save_step(self, state: StateRef) -> None:
-        """Begin to save the state between two steps of an epoch, where a signal ends the run."""
-        if self._epoch.steps.lrs:
+        """Begin to save the state between two steps of an epoch, unless the training is ruined."""
+        self.checkpoints.interval.restart()
+        self.stop.saves = False
+        starts_again = self._starts_again_after(self.progress.next_epoch)
+        if self._epoch.steps.lrs and not (starts_again and self._is_ruined(state)):
             self.progress = replace(self.progress, partial_epoch=self._epoch.partial())
             self._save(state)
 
@@ -262,7 +276,7 @@ class TrainingRun:
         with self.stop.deferred(self.job.timeouts.stop_s):
             epoch = self.progress.next_epoch
             optimizer = self.optimizers[self._epoch.steps.optimizer]
-            name, workers = str(optimizer.name), self._worker_events.at_work
+            name, workers = str(optimizer.name), self._at_work
             epochs, end_s = self.length.epochs, self.event_log.elapsed_s()
             record = epoch_record(epoch, epochs, self._epoch, workers, name, self.lrs, end_s)
             self.progress = replace(
@@ -286,6 +300,14 @@ class TrainingRun:
                 self._save(state, record.score, is_ruined=is_ruined)
 
     # After the last move.
+
+    def evaluate_best(self) -> dict[str, float]:
+        """Measure the set that is looked at once, with the weights of the best epoch."""
+        best = self.checkpoints.best
+        if not self.info.final_size or best is None:
+            return {}
+        state, _ = read_checkpoint(self.paths.checkpoints / best.folder)
+        return self._score(self.pools.states.put(f"best {best.folder}", state), "final").means
 
     def close(self) -> None:
         self.checkpoints.close()
@@ -347,10 +369,9 @@ class TrainingRun:
         epoch = self.progress.next_epoch
         self.recorder.truncate_after(len(self.history.decisions), epoch - 1)
         self._lrs = self.recorder.lrs()
-        self.length.resume(self.recorder.epochs(), self.history)
         text = f"resumed after {checkpoint.reached}"
         self.event_log.resume_clock(epoch, text, self.progress.partial_epoch.duration_s)
-        self.length.log_change(self.policy, self.history, self.lrs, len(self._epoch.steps.lrs))
+        self.length.resume(self.recorder.epochs(), self.history)
         return self.pools.states.put(checkpoint.folder, state)
 
     def _lost_results(
@@ -360,13 +381,19 @@ class TrainingRun:
         finished = {result.candidate.index for result in results}
         lost = [c for c in action.candidates if c.index not in finished]
         if lost:
-            self._worker_events.lost(action, lost, self._candidate_pool())
+            pool, lrs = self._candidate_pool(), ", ".join(f"{c.lr:.3g}" for c in lost)
+            text = (
+                f"epoch {action.epoch}: learning rate {lrs} is left out: its slot died more often "
+            )
+            text += "than max_restarts allows, or made no progress within timeouts.no_progress_s; "
+            text += f"{len(pool.alive())} of {pool.size} slots are left"
+            self.event_log.log("lost", action.epoch, text)
         return [CandidateResult.lost(candidate) for candidate in lost]
 
     def _on_wait(self, pool: str, progress: Progress | None) -> None:
         """Show the progress."""
         self.stop.progress()
-        if any(pool.has_trained for pool in self.pools.all):
+        if progress is not None and progress.done > 0:
             self.startup.mark("first_step_s")
         if progress is not None and pool == self.pools.workers.name and not self._in_round:
             epoch = self.progress.next_epoch

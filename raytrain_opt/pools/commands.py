@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from raytrain_opt.config.batch_size import BatchSizeSection
@@ -160,7 +160,6 @@ class MainTrainReply:
     totals: TrainTotals  # over all workers
     timings_s: dict[str, float]
     state: StateRef | None  # from rank 0
-    parallel: dict[str, object] = field(default_factory=dict)  # how gradients were exchanged
 
 
 def state_in(reply: object) -> StateRef | None:
@@ -269,4 +268,3 @@ class PoolStatus:
     restarts: int
     silence_s: float  # since the current command, or since the last sign of life
     progress: Progress | None  # of the resident that is furthest behind
-    has_trained: bool  # whether any resident of the run has finished a training step

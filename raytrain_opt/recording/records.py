@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import zip_longest
 from math import isfinite
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -271,29 +271,13 @@ class BatchSizeProbeRecord(Record):
         return cls.from_values(vars(probe) | values)
 
 
-class SizeChange(RecordPart):
-    """A batch size before and after the search."""
-
-    before: int = Field(description="Value in the job file.")
-    after: int = Field(description="Value chosen by the search.")
-
-
-class RateChange(RecordPart):
-    """The initial learning rate before and after the search."""
-
-    rule: str = Field(description="Rule by which the rate follows the batch size.")
-    before: float = Field(description="For the batch size of the job file.")
-    after: float = Field(description="For the chosen batch size.")
-
-
 class BatchSizeRecord(Record):
     """batch_size.json: the chosen batch size."""
 
     batch_size_per_worker: int = Field(description="Chosen samples per worker.")
-    global_batch_size: SizeChange = Field(description="Samples of one update.")
+    global_batch_size: int = Field(description="Chosen samples of one update.")
     samples_per_s: float = Field(description="Speed of one worker, from the check.")
     reason: str = Field(description="Why the strategy chose this size.")
-    learning_rate: RateChange = Field(description="Initial learning rate.")
     duration_s: float = Field(description="Wall time of the search.")
     probes: int = Field(description="Number of probes.")
 
@@ -340,17 +324,16 @@ class ResultRecord(Record):
     best: EpochResult | None = Field(
         description="The epoch with the best `metric`; null when none was evaluated."
     )
+    final_set: dict[str, float] = Field(
+        {},
+        description="Metrics of the best epoch on a third set of images, which is looked at once.",
+    )
     search: SearchResult = Field(description="Samples of the search and of the training.")
     wall_s: float = Field(
         description="Wall time of all executions, without the pauses before a resume."
     )
     time_to_first_step_s: Number = Field(description="Time until the first training step.")
     startup_s: Timings = Field(description="Time from the start to each mark of the start-up.")
-    parallel: dict[str, Any] = Field(
-        description=(
-            "How workers exchanged gradients; `step`: what was chosen for a training step."
-        )
-    )
     noise_scale: NoiseScale | None = Field(
         description="Noise scale over all epochs; null when not measured."
     )

@@ -230,7 +230,6 @@ def result(epochs: int) -> dict[str, Any]:
         "wall_s": START_UP_S + EPOCH_S * epochs + 3,
         "time_to_first_step_s": 28.0,
         "startup_s": {"first_step_s": 28.0},
-        "parallel": {"mode": "sync"},
         "noise_scale": {
             "updates": 9,
             "batch_size": 64,
@@ -287,7 +286,9 @@ def predictions(classes: int = 10) -> Predictions:
     image = Image.fromarray(np.arange(64, dtype=np.uint8).reshape(8, 8) * 4)
     image.save(file := BytesIO(), "JPEG")
     worst = np.argsort(np.where(wrong, -confidences, 1), kind="stable")[:12]
-    mistakes: dict[int, bytes | None] = {int(i): file.getvalue() for i in worst if wrong[i]}
+    mistakes: dict[int, tuple[bytes | None, str | None]] = {
+        int(i): (file.getvalue(), f"val/{i}.jpg") for i in worst if wrong[i]
+    }
     return Predictions(labels, (labels + wrong) % classes, confidences, mistakes)
 
 
@@ -318,10 +319,9 @@ def batch_size(**changes: Any) -> dict[str, Any]:
     return {
         "schema_version": 1,
         "batch_size_per_worker": 128,
-        "global_batch_size": {"before": 64, "after": 256},
+        "global_batch_size": 256,
         "samples_per_s": 17297.0,
         "reason": "128 gives about 99.5 % of the best samples/s up to 128",
-        "learning_rate": {"rule": "linear", "before": 0.1, "after": 0.4},
         "duration_s": 21.4,
         "probes": 5,
         **changes,

@@ -16,15 +16,15 @@ from safetensors import safe_open
 from torch import nn
 from torchvision.transforms.v2 import functional
 
-from raytrain_opt import Job, cli, load_model, run, storage
+from raytrain_opt import Job, cli, load_model, run
 from raytrain_opt.commands.evaluate import evaluate_runs
-from raytrain_opt.commands.export import FORMATS, Format, export
+from raytrain_opt.commands.export import FORMATS, Run, export
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.data.images import center_crop, stretch
 from raytrain_opt.data.transforms import Preprocessing, describe_input, make_transform
 from raytrain_opt.errors import CheckpointError, DataError, JobError, RaytrainOptError
+from raytrain_opt.train.trained_model import TrainedModel
 from tests.support.cli_errors import command_error
-from tests.support.s3_server import S3Server
 from tests.support.small_jobs import small_job
 
 pytestmark = pytest.mark.usefixtures("without_plots")
@@ -106,32 +106,12 @@ def test_image_files_get_the_classes_of_their_folders(photo_run: str, photos: Pa
 
 
 def test_a_run_under_a_uri(photo_run: str, photos: Path) -> None:
-    images = f"file://{photos}/val/dark/0.png"
+    images = f"{photos}/val/dark/0.png"
     result = invoke("predict", f"file://{photo_run}", images)
     assert result.exit_code == 0, result.output
     assert result.output.startswith(images)
     assert "dark" in result.output
     assert "bright" in result.output
-
-
-def test_images_in_an_object_storage(photo_run: str, photos: Path, s3: S3Server) -> None:
-    folder = s3.new_uri()
-    for name in ("bright/0.png", "dark/0.png"):
-        storage.write(folder, name, (photos / "val" / name).read_bytes())
-    storage.write(folder, "notes.txt", b"no image")
-    local = invoke("predict", photo_run, str(photos / "val/bright/0.png"), "--json")
-    result = invoke("predict", photo_run, folder, "--json")
-    assert result.exit_code == 0, result.output
-    assert "1 files or folders are left out: 1 .txt" in result.stderr
-    bright, dark = json.loads(result.stdout)["predictions"]
-    assert dark["image"] == storage.join(folder, "dark/0.png")
-    [alone] = json.loads(local.output)["predictions"]
-    for shown, expected in zip(bright["classes"], alone["classes"], strict=True):
-        # Batches of other sizes may round differently.
-        assert shown == {
-            **expected,
-            "probability": pytest.approx(expected["probability"], rel=1e-5),
-        }
 
 
 def test_a_damaged_file_does_not_hide_the_others(
@@ -252,7 +232,7 @@ class TiedNetwork(nn.Sequential):
 def test_tied_weights_are_exported_as_safetensors(tmp_path: Path) -> None:
     run_dir = trained(tmp_path, model=f"{__name__}:TiedNetwork")
     model = load_model(run_dir, device="cpu", trust=True)
-    assert export(model, "safetensors", f"{tmp_path}/tied").outputs == 0
+    assert export(model, "safetensors", f"{tmp_path}/tied")[0] == 0
     with safe_open(f"{tmp_path}/tied", "pt") as file:
         assert torch.equal(file.get_tensor("1.weight"), file.get_tensor("2.weight"))
 
@@ -305,11 +285,12 @@ def test_an_export_compares_a_picture_with_predict(
     digits: str, photo_run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stretched gray and cropped color images; then metadata that lack a step."""
-    for run_dir in (digits, photo_run):
+    for run_dir, source in ((digits, "a made-up picture"), (photo_run, "a picture of the test")):
         output = invoke("export", run_dir, "--format", "safetensors", "--output", f"{tmp_path}/a")
+        assert f"\n{source}" in output.stdout
         assert "has the probabilities of predict (largest difference" in output.stdout
         model = load_model(run_dir, device="cpu")
-        assert (export(model, "safetensors", f"{tmp_path}/a").probabilities or 0) < 0.1
+        assert (export(model, "safetensors", f"{tmp_path}/a")[1] or 0) < 0.1
     (tmp_path / "a").unlink()
 
     def without_scaling(*arguments: Any) -> dict[str, Any]:
@@ -327,7 +308,10 @@ def test_a_network_that_exports_wrongly_writes_no_file(
     digits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load_model(digits, device="cpu")
-    wrong = Format("bin", lambda model, _: (b"wrong", lambda x: model.network(x) + len(x)))
+
+    def wrong(model: TrainedModel, _: torch.Tensor) -> tuple[bytes, Run]:
+        return b"wrong", lambda x: model.network(x) + len(x)
+
     monkeypatch.setitem(FORMATS, "safetensors", wrong)
     with pytest.raises(RaytrainOptError, match="computes something else"):
         export(model, "safetensors", str(tmp_path / "model"))

@@ -28,7 +28,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "parallel.gradient_buckets",
         "belongs to parallel.mode",
     ),
-    ({"parallel": {**ASYNC, "staleness_bound": -1}}, "parallel.staleness_bound", "at least 0"),
+    (
+        {"parallel": {**ASYNC, "staleness_bound": -1}},
+        "parallel.staleness_bound",
+        "greater than or equal to 0",
+    ),
     (
         {"parallel": {**ASYNC, "micro_batches": 3}, "workers": {"count": 2}},
         "parallel.micro_batches",
@@ -39,7 +43,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "parallel.micro_batches",
         "set workers.count",
     ),
-    ({"parallel": {"mode": "asynchronous"}}, "parallel.mode", "must be one of sync, async"),
+    ({"parallel": {"mode": "asynchronous"}}, "parallel.mode", "must be 'sync' or 'async'"),
     ({"parallel": {"staleness_bound": 2}}, "parallel.staleness_bound", "parallel.mode: async"),
 ]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 import random
 import shutil
 from collections.abc import Callable
@@ -20,9 +21,11 @@ import pytest
 import torch
 
 from raytrain_opt import Job
+from raytrain_opt.config.schema import CheckpointSection
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.driver import open_run, train
 from raytrain_opt.errors import PoolError, StorageError
+from raytrain_opt.execution.checkpoint_writer import Interval
 from raytrain_opt.execution.progress import RunProgress
 from raytrain_opt.execution.signals import Terminated
 from raytrain_opt.execution.training_run import TrainingRun
@@ -33,13 +36,9 @@ from raytrain_opt.pools.in_process import InProcessPool, in_process_pools
 from raytrain_opt.pools.protocol import Pools, SynchronousTraining, TrainingOutcome
 from raytrain_opt.pools.worker import Slot, Worker
 from raytrain_opt.recording.records import StalenessRecord
-from raytrain_opt.search.fixed_schedule import FixedSchedule
-from raytrain_opt.search.policy import History, TrainEpoch
-from raytrain_opt.terminal import Terminal
 from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
 from raytrain_opt.train.learner import Learner
 from tests.support.full_disk import limit_file_size
-from tests.support.resolved import resolve_here
 from tests.support.small_jobs import read_lines, small_job, without_times
 
 MUON = {"name": "Muon", "args": {"weight_decay": "auto"}}
@@ -86,7 +85,6 @@ JOBS: dict[str, dict[str, Any]] = {
         "learning_rate": {
             "policy": "stpt_horizon",
             "initial": 1.0,
-            "horizon": 0.4,
             "max_search_cost": 1.0,
             "search_on": "slots",
         },
@@ -176,18 +174,20 @@ def execute(
     interrupt: Interrupt = never,
     kills: random.Random | None = None,
     stop_in: int | None = None,
+    kill_in: tuple[int, int] | None = None,
 ) -> Process:
     """Execute the run in a folder until it is interrupted, or resume it.
 
     Like every new process, it knows nothing but the run directory. `kills`: kill the resident in
     each command, at a random step. `stop_in`: a signal arrives in this step of the main training.
+    `kill_in`: the process is killed in it; the second number is `checkpoint.every`.
     """
     job = job.model_copy(update={"storage_path": str(folder), "resume": "auto"})
     process = Process([])
     with (
         redirect_stdout(io.StringIO()) as output,
         pytest.MonkeyPatch.context() as patch,
-        suppress(Interrupted, Terminated),
+        suppress(Interrupted, Terminated, Killed),
     ):
         if kills is not None:
             patch.setattr(in_process, "in_process_pools", partial(mortal_pools, kills))
@@ -195,6 +195,8 @@ def execute(
             interrupt_moves(run, process.moves, interrupt)
             if stop_in is not None:
                 signal_in_step(run, stop_in)
+            if kill_in is not None:
+                kill_in_step(run, *kill_in)
             train(run)
             run.checkpoints.wait()
             process.finished = True
@@ -238,7 +240,7 @@ def mortal_pools(chance: random.Random, learner: Learner, **options: Any) -> Poo
         return Learner(config, load_shared_data(config.data), torch.device("cpu"))
 
     def make_worker() -> Worker:
-        return Worker(make_learner(), 0, 1, 0.0, pools.states)
+        return Worker(make_learner(), 0, 1, pools.states)
 
     def make_slot() -> Slot:
         return Slot(make_learner(), 0, pools.states, options["candidate_batch"])
@@ -297,20 +299,61 @@ def test_a_run_that_is_stopped_by_signals_within_epochs_ends_as_one_that_was_not
     assert outcome(tmp_path) == uninterrupted.outcome
 
 
+class Killed(KeyboardInterrupt):
+    """The process is killed here."""
+
+
+def kill_in_step(run: TrainingRun, number: int, every: int) -> None:
+    """Kill the process before its n-th step of main training; count the steps of an interval."""
+    workers, steps = run.pools.workers, [0]
+    show, interval, restart = workers.on_wait, run.checkpoints.interval, Interval.restart
+    assert show is not None
+    trained = itertools.count(1)
+
+    def on_wait(pool: str, progress: Progress | None) -> None:
+        if run.stop._limit_s is not None and not run._in_round:
+            assert steps[0] <= every
+            steps[0] += 1
+            if next(trained) == number:
+                raise Killed
+        show(pool, progress)
+
+    def begin_anew() -> None:
+        steps[0] = 0
+        restart(interval)
+
+    workers.on_wait, interval.restart = on_wait, begin_anew  # type: ignore[method-assign]
+
+
+def test_a_run_that_is_killed_in_its_epochs_repeats_no_more_than_an_interval(
+    uninterrupted: Uninterrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chance, every = random.Random(seed := random.randrange(10**9)), 5
+    print(f"seed of the random steps: {seed}")
+    monkeypatch.setattr(in_process, "_REPORT_EVERY_S", 0.0)
+    job = uninterrupted.job.model_copy(update={"checkpoint": CheckpointSection(every=every)})
+    within = 0
+    for number in [7, *(chance.randrange(6, 20) for _ in range(200))]:
+        process = execute(job, tmp_path, never, kill_in=(number, every))
+        within += any(saved.steps for saved in read_index(paths_of(tmp_path).checkpoints)[-1:])
+        if process.finished:
+            break
+    assert process.finished
+    assert within
+    assert outcome(tmp_path) == uninterrupted.outcome
+
+
 @pytest.mark.parametrize("name", ["stpt", "schedule"])
-def test_workers_may_grow_before_the_main_training_of_each_epoch_but_not_within_it(
+def test_workers_may_grow_before_each_part_of_the_main_training(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A candidate has trained the first steps of an epoch of `stpt`."""
     grown = list[None]()
-    monkeypatch.setattr(in_process, "_REPORT_EVERY_S", 0.0)
     monkeypatch.setattr(InProcessPool, "grow", lambda _: grown.append(None))
-    job = tiny_job(tmp_path, **JOBS[name])
-    assert not execute(job, tmp_path, never, stop_in=13).finished
-    [checkpoint] = read_index(paths_of(tmp_path).checkpoints)[-1:]
-    assert checkpoint.steps
+    job = tiny_job(tmp_path, **JOBS[name], checkpoint={"every": 4})
     assert execute(job, tmp_path).finished
-    assert len(grown) == job.epochs
+    [line, *_] = read_lines(str(paths_of(tmp_path).local), "epochs")
+    assert len(grown) == job.epochs * math.ceil(line["samples"] / job.global_batch_size / 4)
 
 
 def test_a_run_that_is_stopped_in_an_evaluation_keeps_the_staleness_of_its_epoch(
@@ -332,25 +375,6 @@ def test_a_run_that_is_stopped_in_an_evaluation_keeps_the_staleness_of_its_epoch
     assert execute(job, tmp_path).finished
     [epoch] = outcome(tmp_path)["epochs"]
     assert epoch["staleness"]["counts"] == [len(outcome(tmp_path)["schedule"][0]["steps"]["lrs"])]
-
-
-def test_samples_that_could_not_be_read_were_not_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    train_steps = SynchronousTraining.train
-
-    def skip_one(
-        training: SynchronousTraining, command: MainTrain, **options: Any
-    ) -> TrainingOutcome:
-        outcome = train_steps(training, command, **options)
-        totals = replace(outcome.totals, samples=outcome.totals.samples - 1, skipped=1)
-        return replace(outcome, totals=totals)
-
-    monkeypatch.setattr(SynchronousTraining, "train", skip_one)
-    job = tiny_job(tmp_path, **JOBS["schedule"])
-    assert execute(job, tmp_path).finished
-    [searched, kept] = outcome(tmp_path)["samples"]
-    assert (searched, kept) == (0, sum(epoch["samples"] for epoch in outcome(tmp_path)["epochs"]))
 
 
 def outcome(folder: Path) -> dict[str, Any]:
@@ -436,33 +460,12 @@ def test_a_run_that_is_interrupted_after_every_checkpoint_ends_as_one_that_was_n
 def test_residents_that_die_in_every_command_change_no_number(
     uninterrupted: Uninterrupted, tmp_path: Path
 ) -> None:
+    """They continue from the newest state, of which there are several in an epoch."""
     chance = random.Random(seed := random.randrange(10**9))
     print(f"seed of the random steps: {seed}")
-    assert execute(uninterrupted.job, tmp_path, never, chance).finished
+    job = uninterrupted.job.model_copy(update={"checkpoint": CheckpointSection(every=5)})
+    assert execute(job, tmp_path, never, chance).finished
     assert outcome(tmp_path) == uninterrupted.outcome
-
-
-@pytest.mark.parametrize("name", ["stpt", "schedule"])
-def test_progress_does_not_depend_on_how_finely_workers_report_it(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As asynchronous workers do, which count micro-batches."""
-    monkeypatch.setattr(in_process, "_REPORT_EVERY_S", 0.0)
-    fractions: dict[int, list[float]] = {1: [], 16: []}
-    handle = Worker.handle
-    for parts, shown in fractions.items():
-        monkeypatch.setattr(
-            Worker,
-            "handle",
-            lambda worker, command, on_step, parts=parts: handle(
-                worker, command, lambda done, total: on_step(parts * done, parts * total)
-            ),
-        )
-        monkeypatch.setattr(Terminal, "advance", lambda _, part, shown=shown: shown.append(part))
-        execute(tiny_job(tmp_path, **JOBS[name]), tmp_path / str(parts))
-    assert fractions[1] == pytest.approx(fractions[16])
-    assert sorted(fractions[1]) == fractions[1]
-    assert fractions[1][-1] == 1.0
 
 
 @pytest.mark.parametrize("name", ["stpt", "schedule"])
@@ -475,18 +478,6 @@ def test_epochs_without_a_checkpoint_are_trained_again(name: str, tmp_path: Path
     resumed = execute(job, interrupted)
     assert resumed.moves.count("checkpoint_epoch") == 2
     assert resumed.moves[0] == "train_epoch"
-    assert outcome(interrupted) == outcome(expected)
-
-
-def test_after_a_damaged_checkpoint_the_run_resumes_from_the_one_before(tmp_path: Path) -> None:
-    job = tiny_job(tmp_path, **JOBS["stpt"])
-    expected, interrupted = tmp_path / "a", tmp_path / "b"
-    execute(job, expected)
-    execute(job, interrupted, lambda moves: moves.count("checkpoint_round") == 3)
-    (paths_of(interrupted).checkpoints / "epoch-0002-round-01" / "rest.pt").write_bytes(b"")
-    resumed = execute(job, interrupted)
-    assert "resumed after epoch 2" in resumed.output
-    assert resumed.moves[0] == "pretrain"
     assert outcome(interrupted) == outcome(expected)
 
 
@@ -573,19 +564,6 @@ def test_a_round_goes_on_without_the_candidates_of_a_slot_that_died(
     assert "is left out: its slot died more often" in " ".join(process.output.split())
 
 
-def test_no_file_that_an_epoch_writes_grows_with_the_steps_before(tmp_path: Path) -> None:
-    """Rates are appended, a line per epoch; a checkpoint holds none of them."""
-    job = tiny_job(tmp_path, **{**JOBS["schedule"], "epochs": 6}, checkpoint={"keep": "all"})
-    execute(job, tmp_path)
-    paths = paths_of(tmp_path)
-    lines = [line["steps"]["lrs"] for line in read_lines(str(paths.local), "schedule")]
-    assert len(lines) == 6
-    assert len({len(lrs) for lrs in lines}) == 1
-    folders = [paths.checkpoints / f"epoch-{epoch:04d}" for epoch in (1, 6)]
-    first, last = ((folder / "rest.pt").stat().st_size for folder in folders)
-    assert last - first < 8 * len(lines[0])  # bytes of the rates of one epoch
-
-
 # The search cost.
 
 
@@ -616,31 +594,3 @@ def test_local_candidates_train_a_part_of_each_batch_and_give_the_rate_of_all(
         winner = line["candidates"][line["winner"]]
         assert winner["lr"] == line["base_lr"] * winner["multiplier"] == line["next_base_lr"]
         assert (line["search_on"], winner["slot"]) == ("slots", 0)
-
-
-def test_a_peak_search_keeps_no_sample(tmp_path: Path) -> None:
-    job = tiny_job(tmp_path, **{**JOBS["stpt_horizon"], "epochs": 2})
-    execute(job, tmp_path)
-    rounds = outcome(tmp_path)["rounds"]
-    steps = sum(len(line["candidates"]) * line["pretrain_steps"] for line in rounds)
-    assert outcome(tmp_path)["samples"][0] == steps * job.global_batch_size
-
-
-def test_a_plateau_follows_the_accuracy_on_the_validation_split(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    followed: list[tuple[float, ...]] = []
-    decide = FixedSchedule.next
-
-    def spy(policy: FixedSchedule, epoch: int, history: History) -> TrainEpoch:
-        followed.append(history.epoch_losses)
-        return decide(policy, epoch, history)
-
-    monkeypatch.setattr(FixedSchedule, "next", spy)
-    job = tiny_job(tmp_path, **JOBS["plateau"])
-    execute(job, tmp_path)
-    size = resolve_here(job).info.validation_size
-    assert len(followed[-1]) == job.epochs - 1
-    for loss in followed[-1]:  # a negative fraction of the samples
-        assert -1 <= loss < 0
-        assert loss * size == pytest.approx(round(loss * size))

@@ -316,7 +316,6 @@ def test_the_packages_classes_call_a_closure_and_take_dense_real_gradients(name:
         ("LARS", {"momentum": -1.0}, "", "momentum must be at least 0"),
         ("LARS", {"trust_coeff": 0.01}, "trust_coeff", "did you mean 'trust_coefficient'"),
         ("LARS", {"adapt": False}, "adapt", "no such argument"),
-        ("Muon", {"momentum": 1.0}, "", "momentum must be at least 0 and below 1"),
         ("Muon", {"aux": "lion"}, "", "one of"),
         ("Muon", {"distributed": True}, "distributed", "follows from the job"),
         ("RMSpropWarmup", {"center_steps": 5}, "center_steps", "did you mean 'center_epochs'"),

@@ -157,10 +157,7 @@ def test_updates_are_counted_also_without_gradients() -> None:
     ("setting", "value"),
     [
         ("lr", -0.1),
-        ("momentum", 1.0),
         ("momentum", -0.1),
-        ("alpha", 1.0),
-        ("eps", 0.0),
         ("weight_decay", -1e-4),
         ("rmsprop_scale", -1.0),
         ("center_epochs", -1.0),

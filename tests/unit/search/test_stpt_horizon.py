@@ -213,11 +213,6 @@ def test_the_second_round_tries_longer_schedules_to_both_sides_of_the_best() -> 
     assert fine.lr_shape == horizon().schedule(0).compressed(76)
 
 
-def test_horizon_sets_how_long_the_candidates_train() -> None:
-    training = trained(horizon(steps=1000, horizon=0.25))
-    assert [action.pretrain_steps for action in training.rounds] == [62, 250]
-
-
 @pytest.mark.parametrize(("steps", "expected"), [(60, 60), (120, 96), (240, 120), (40, 40)])
 def test_candidates_have_at_least_96_steps_where_the_epoch_has_them(
     steps: int, expected: int
@@ -436,7 +431,6 @@ def test_when_all_diverge_again_and_again_the_error_lists_the_rates() -> None:
     [
         ({}, 0.01),
         ({}, 1.0),
-        ({"horizon": 1.0}, 1.0),
         ({"max_search_cost": 0.05, "initial": 1e-3}, 0.01),
     ],
 )
@@ -470,23 +464,14 @@ def test_a_small_training_may_spend_more_on_its_search(
     assert fixed.budget(EMPTY) == pytest.approx(0.1 * epochs * steps)
 
 
-@pytest.mark.parametrize(
-    ("epochs", "steps", "cost"),
-    [(2, 20, None), (10, 16, 0.29), (100, 4, None)],
-)
+@pytest.mark.parametrize(("epochs", "steps"), [(2, 20), (10, 16), (100, 4)])
 def test_a_training_that_is_too_short_for_any_search_uses_the_initial_rate(
-    epochs: int, steps: int, cost: float | None
+    epochs: int, steps: int
 ) -> None:
-    """It says which cost would allow one, if any does: a candidate has 5 steps of one epoch."""
     training = trained(horizon(epochs, steps, initial=0.07))
     assert not training.rounds
     assert max(training.lrs()) == pytest.approx(0.07, rel=0.2)
-    reason = training.actions[0].reason
-    assert "too few steps for a search" in reason
-    assert ("max_search_cost" in reason) is (cost is not None)
-    if cost is not None:
-        assert f"{cost:g} allows one" in reason
-        assert trained(horizon(epochs, steps, max_search_cost=cost)).rounds
+    assert "too few steps for a search" in training.actions[0].reason
 
 
 # Resuming.

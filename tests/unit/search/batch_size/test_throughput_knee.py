@@ -239,11 +239,6 @@ class TestModel:
     def test_no_measurement_is_exact(self, error: float) -> None:
         assert combine([Probe(8, "ok", 100.0, error)])[0].error > 0
 
-    @pytest.mark.parametrize("rate", [0.0, -1.0, math.nan, math.inf])
-    def test_rates_must_be_rates(self, rate: float) -> None:
-        with pytest.raises(ValueError, match="batch size 8: samples_per_s"):
-            combine([Probe(8, "ok", rate, 1.0)])
-
     @pytest.mark.parametrize("half", [0.5, 10.0, 200.0])
     def test_curves_cover_the_truth_between_and_beyond_measurements(self, half: float) -> None:
         curve = Curve(half)
