@@ -12,7 +12,7 @@ from raytrain_opt.data.base import DataFingerprint
 from raytrain_opt.errors import DivergedError, PoolError
 from raytrain_opt.execution.callbacks import Callbacks
 from raytrain_opt.execution.checkpoint_writer import CheckpointWriter
-from raytrain_opt.execution.length import TrainingLength, measure_pace
+from raytrain_opt.execution.length import Pace, TrainingLength, measure_pace
 from raytrain_opt.execution.progress import EpochMetrics, PartialEpoch, RunProgress, epoch_record
 from raytrain_opt.execution.resolve import Resolved
 from raytrain_opt.execution.resume import job_fields
@@ -39,7 +39,6 @@ from raytrain_opt.search.policy import (
     TryCandidates,
     is_finite,
 )
-from raytrain_opt.search.time_budget import Pace
 from raytrain_opt.train.checkpoint import Checkpoint, read_checkpoint
 from raytrain_opt.train.pretrained import start_from_pretrained
 from raytrain_opt.train.state import TrainingState
@@ -370,10 +369,9 @@ class TrainingRun:
         epoch = self.progress.next_epoch
         self.recorder.truncate_after(len(self.history.decisions), epoch - 1)
         self._lrs = self.recorder.lrs()
-        self.length.resume(self.recorder.epochs(), self.history)
         text = f"resumed after {checkpoint.reached}"
         self.event_log.resume_clock(epoch, text, self.progress.partial_epoch.duration_s)
-        self.length.log_change(self.policy, self.history, self.lrs, len(self._epoch.steps.lrs))
+        self.length.resume(self.recorder.epochs(), self.history)
         return self.pools.states.put(checkpoint.folder, state)
 
     def _lost_results(
