@@ -18,8 +18,7 @@ from ray import cloudpickle
 from raytrain_opt.cluster.connection import check_address, ray_session, watch_preemption
 from raytrain_opt.cluster.ray_private import log_folder
 from raytrain_opt.cluster.resources import PoolPlan, plan_when_there_is_room
-from raytrain_opt.config.processes import TimeoutsSection
-from raytrain_opt.config.schema import Job
+from raytrain_opt.config.schema import Job, TimeoutsSection
 from raytrain_opt.errors import (
     DataError,
     JobError,

@@ -17,7 +17,7 @@ import torch
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.learning_rate import CandidateBatch
-from raytrain_opt.config.processes import WorkersSection
+from raytrain_opt.config.schema import WorkersSection
 from raytrain_opt.data.factory import SharedData
 from raytrain_opt.errors import RaytrainOptError, ResourcesError
 from raytrain_opt.pools.commands import (

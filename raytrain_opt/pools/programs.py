@@ -12,7 +12,7 @@ from ray import cloudpickle
 
 from raytrain_opt.cluster.resources import PoolPlan
 from raytrain_opt.config.learning_rate import CandidateBatch
-from raytrain_opt.config.processes import TimeoutsSection
+from raytrain_opt.config.schema import TimeoutsSection
 from raytrain_opt.threads import compute_threads
 from raytrain_opt.train.learner_config import LearnerConfig
 

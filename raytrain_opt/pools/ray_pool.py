@@ -16,7 +16,7 @@ from raytrain_opt.cluster.actor_tree import end_actor_tree, wait_for_exit
 from raytrain_opt.cluster.connection import answer, gone_nodes, raise_if_ray_ended
 from raytrain_opt.cluster.ray_private import ended_processes, root_cause
 from raytrain_opt.config.batch_size import BatchSizeSection
-from raytrain_opt.config.processes import TimeoutsSection
+from raytrain_opt.config.schema import TimeoutsSection
 from raytrain_opt.errors import PoolError, RaytrainOptError
 from raytrain_opt.pools.commands import (
     WORKER_POOL,
