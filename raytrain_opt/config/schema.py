@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -23,6 +24,7 @@ from raytrain_opt.config.section import (
     Duration,
     Float,
     Fraction,
+    Interval,
     Location,
     NamedSection,
     NameOrFunction,
@@ -32,6 +34,7 @@ from raytrain_opt.config.section import (
     PositiveInt,
     Section,
     is_function_name,
+    parse_duration,
 )
 from raytrain_opt.config.updates import (
     BatchNormSection,
@@ -109,13 +112,26 @@ class LossSection(NamedSection):
 class CheckpointSection(Section):
     """Which checkpoints are saved and kept.
 
-    After each round of candidates one is saved in any case, and kept until the next one exists.
+    Those within an epoch, and after each round of candidates, are kept until the next one exists.
     """
 
+    every: Interval = "60s"
+    """Time, such as 60s or 5min, or number of training steps after which the next checkpoint is
+    saved, also within an epoch: what a failure costs at most."""
     every_epochs: PositiveInt = 1
     """Epochs between checkpoints."""
     keep: PositiveInt | Literal["all"] = 2
     """Number of latest checkpoints to keep, beside the one that is the best on the test set."""
+
+    @property
+    def every_s(self) -> float:
+        """The time in seconds; infinite where `every` is a number of steps."""
+        return math.inf if isinstance(self.every, int) else parse_duration(self.every)
+
+    @property
+    def every_steps(self) -> float:
+        """The number of steps; infinite where `every` is a time."""
+        return self.every if isinstance(self.every, int) else math.inf
 
 
 class EvaluateSection(Section):

@@ -6,6 +6,7 @@ from concurrent.futures import Future, wait
 from threading import Event
 
 from raytrain_opt.clock import monotonic_s
+from raytrain_opt.config.schema import CheckpointSection
 from raytrain_opt.errors import DivergedError, StorageError, TakenOverError
 from raytrain_opt.execution.progress import RunProgress
 from raytrain_opt.paths import RunPaths
@@ -17,6 +18,36 @@ from raytrain_opt.train.state import TrainingState
 # Between two attempts to copy to remote storage: short after a lost connection, and not so often
 # that a storage which asks for less traffic (503) gets more of it.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+
+
+class Interval:
+    """What is left of `checkpoint.every`, since the latest checkpoint was begun."""
+
+    def __init__(self, section: CheckpointSection) -> None:
+        self._every_s, self._every_steps = section.every_s, section.every_steps
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin anew."""
+        self._began_s, self._steps = monotonic_s(), 0
+
+    def count(self, steps: int) -> None:
+        """Count steps that were trained."""
+        self._steps += steps
+
+    def limit(self, steps: int) -> int:
+        """Return `steps`, or the fewer of them after which it is over."""
+        return int(min(steps, max(1, self._every_steps - self._steps)))
+
+    @property
+    def steps_are_over(self) -> bool:
+        """Whether as many steps were trained."""
+        return self._steps >= self._every_steps
+
+    @property
+    def time_is_over(self) -> bool:
+        """Whether the time has passed."""
+        return monotonic_s() - self._began_s >= self._every_s
 
 
 class CheckpointWriter:
@@ -31,6 +62,15 @@ class CheckpointWriter:
         self._epoch = 0
         self._notes: list[str] = []  # on the remote storage, for the user
         self._closing = Event()
+        latest = checkpoints.latest
+        self._reached = (latest.epoch, latest.rounds, latest.steps) if latest else None
+        self.interval = Interval(checkpoints.section)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `checkpoint.every` is over; a time not before the last one is written."""
+        is_idle = self._pending is None or self._pending.done()
+        return self.interval.steps_are_over or (is_idle and self.interval.time_is_over)
 
     @property
     def latest(self) -> Checkpoint | None:
@@ -43,10 +83,14 @@ class CheckpointWriter:
         """Begin to save the run as far as it has come.
 
         Waits for the save before; raises StorageError if that one failed, DivergedError if its
-        state was not finite. `state` must not change until the save is complete.
+        state was not finite. `state` must not change until the save is complete. Does nothing if
+        the run has come no further: a complete checkpoint must not be written once more.
         """
         self.wait()
-        epoch, rounds, steps = progress.reached
+        self.interval.restart()
+        if progress.reached == self._reached:
+            return
+        self._reached = epoch, rounds, steps = progress.reached
         self._epoch = epoch
 
         def write() -> None:

@@ -70,7 +70,12 @@ def open_on_ray(
         session = ray_session(address, verbose=verbose, environment=variables)
         backend.owns_ray = stack.enter_context(_bounded(session, stop, limits))
         if not backend.owns_ray:
-            stack.enter_context(watch_preemption(terminal.note))
+
+            def on_notice(text: str) -> None:
+                terminal.note(text)
+                stop.saves = True
+
+            stack.enter_context(watch_preemption(on_notice))
         frontend.startup.mark("ray_connected_s")
         yield backend
 

@@ -112,6 +112,7 @@ class TrainingRun:
         self.pools.states.keep(state)
         if self._may_start_again:
             self._initial = self.pools.states.get(state)
+        self.checkpoints.interval.restart()
         return state
 
     def plan(self, state: StateRef, history: History) -> History:
@@ -180,32 +181,36 @@ class TrainingRun:
         self._show_phase(action.epoch, "main train")
         if action.epoch == 1 and not self.history.decisions and self._searches:
             self.terminal.note(f"epoch 1: {action.reason}")
-        if self._epoch.train is None:
-            self.pools.workers.grow()
-            if action.overfitting:
-                text = f"epoch {action.epoch}: {action.overfitting}"
-                self.event_log.log("overfitting", action.epoch, text)
+        if self._epoch.train is None and action.overfitting:
+            text = f"epoch {action.epoch}: {action.overfitting}"
+            self.event_log.log("overfitting", action.epoch, text)
         with self.stop.deferred(self.job.timeouts.stop_s):
             state = self._train_steps_left(state, action)
-            if self.stop.error is not None:
-                self._save_step(state)
         if self._starts_again_after(action.epoch) and self._is_ruined(state):
             self._epoch.is_ruined = True
             return state, EpochLosses(math.nan)
         return state, self._losses(state, action)
 
     def _train_steps_left(self, state: StateRef, action: TrainEpoch) -> StateRef:
-        """Train the steps that an interrupted run has not done."""
-        done = self._epoch.train.steps if self._epoch.train else 0
-        command = MainTrain(state, action.epoch, action.steps.after(done))
-        with self._epoch.stopwatch.measure("main_train_s"):
-            outcome = self.pools.main_training.train(
-                command,
-                check=self._epoch.round_record is not None,
-                is_due=lambda: self.stop.error is not None,
-            )
-        self._add_main_training(command, outcome)
-        return outcome.state
+        """Train the steps that are not done; save on the way, when that is due."""
+        left = action.steps.after(self._epoch.train.steps if self._epoch.train else 0)
+        while True:
+            self.pools.workers.grow()
+            until = self.checkpoints.interval.limit(len(left.lrs))
+            command = MainTrain(state, action.epoch, left, until)
+            with self._epoch.stopwatch.measure("main_train_s"):
+                outcome = self.pools.main_training.train(
+                    command, check=self._epoch.round_record is not None, is_due=self._must_save
+                )
+            self._add_main_training(command, outcome)
+            state, left = outcome.state, left.after(outcome.totals.steps)
+            if self._must_save():
+                self._save_step(state)
+            if not left.lrs or self.stop.error is not None:
+                return state
+
+    def _must_save(self) -> bool:
+        return self.stop.error is not None or self.stop.saves or self.checkpoints.is_due
 
     def _losses(self, state: StateRef, action: TrainEpoch) -> EpochLosses:
         """Score the validation split where the policy asks for it or a plateau follows it."""
@@ -231,6 +236,7 @@ class TrainingRun:
         self._worker_events.trained(command.epoch, outcome.workers)
         self.pools.states.keep(outcome.state)
         self._epoch.add(command, outcome)
+        self.checkpoints.interval.count(outcome.totals.steps)
         progress = self.progress.add_samples(kept=outcome.totals.samples)
         self.progress = replace(progress, parallel=outcome.parallel)
         if self._epoch.round_record is not None:
@@ -244,8 +250,11 @@ class TrainingRun:
             self.event_log.log("diverged", command.epoch, text)
 
     def _save_step(self, state: StateRef) -> None:
-        """Begin to save the state between two steps of an epoch, where a signal ends the run."""
-        if self._epoch.steps.lrs:
+        """Begin to save the state between two steps of an epoch, unless the training is ruined."""
+        self.checkpoints.interval.restart()
+        self.stop.saves = False
+        starts_again = self._starts_again_after(self.progress.next_epoch)
+        if self._epoch.steps.lrs and not (starts_again and self._is_ruined(state)):
             self.progress = replace(self.progress, partial_epoch=self._epoch.partial())
             self._save(state)
 

@@ -50,6 +50,7 @@ class Fault:
     step: int | None = None  # before which it fails; None: before its state is loaded
     action: Literal["kill", "hang", "wait", "raise"] = "kill"  # wait: hang for ten seconds
     always: bool = False  # on every match instead of the first
+    from_step: int = 0  # of the epoch: not in a main training from a state before it
 
     def matches(self, role: str, index: int, command: Command) -> bool:
         """Whether this process fails in this command."""
@@ -57,6 +58,7 @@ class Fault:
             (self.role, self.phase) == (role, command.name)
             and self.index in (None, index)
             and self.epoch in (None, _epoch(command))
+            and (not isinstance(command, MainTrain) or command.steps.first >= self.from_step)
         )
 
 
@@ -80,10 +82,9 @@ class Faults:
         if all(fault.step is None for fault in matching.values()):
             return on_step
 
-        def failing_on_step(done: int, total: int) -> object:
-            is_last = on_step(done, total)
+        def failing_on_step(done: int, total: int) -> None:
+            on_step(done, total)
             fail(done)
-            return is_last
 
         return failing_on_step
 

@@ -11,14 +11,14 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from raytrain_opt import RunResult
-from raytrain_opt.train.checkpoint import read_index, read_weights
+from raytrain_opt.train.checkpoint import Checkpoint, read_index, read_weights
 from tests.support.small_jobs import EPOCHS, read_lines, without_times
 
 pytestmark = pytest.mark.timeout(600)
@@ -39,10 +39,10 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "raytrain_opt", "run", *arguments]
 
 
-def start(name: str, action: str, epoch: int, *arguments: str) -> subprocess.Popen[str]:
+def start(name: str, epoch: int, *arguments: str, **fault: object) -> subprocess.Popen[str]:
     """Start a command in which a worker hangs or waits in an epoch, after its round is saved."""
-    fault = {"role": "worker", "phase": "main_train", "epoch": epoch, "step": 2, "action": action}
-    faults = json.dumps([{**fault, "index": 0}])
+    where = {"role": "worker", "phase": "main_train", "epoch": epoch, "step": 2, "index": 0}
+    faults = json.dumps([{**where, **fault}])
     # A session of its own, so that a signal reaches all of its processes as from a terminal.
     return subprocess.Popen(
         [sys.executable, "-m", "tests.support.faults", faults, "run", *arguments],
@@ -64,25 +64,27 @@ def lines_of(process: subprocess.Popen[str]) -> Iterator[str]:
 def test_a_killed_terminated_and_resumed_run_equals_an_uninterrupted_one(
     tmp_path: Path, finished: RunResult
 ) -> None:
-    """The driver of the quickstart is killed in the middle of an epoch. In another, SIGTERM
-    reaches it and all processes of its group, as `timeout` and Slurm send it, and it saves the
-    step that it has reached. The same command resumes it each time.
+    """The driver of the quickstart is killed in the middle of an epoch, after a checkpoint in it.
+    In another, SIGTERM reaches it and all processes of its group, as `timeout` and Slurm send it,
+    and it saves the step that it has reached. The same command resumes it each time.
     """
     arguments = [JOB, "--set", f"storage_path={tmp_path}", "--set", "resume=auto", *SHORT]
-    with start("killed", "hang", 1, *arguments) as process:
-        run_dir = _wait_for_the_round(process, tmp_path, epoch=1)
+    every = ["--set", "checkpoint.every=4"]
+    with start("killed", 1, *arguments, *every, action="wait", always=True) as process:
+        run_dir = _wait_for(process, tmp_path, lambda latest: latest.epoch == 0 < latest.steps)
         process.kill()
         process.wait(60)
+    saved = read_index(run_dir / "checkpoints")[-1].reached
     # At once, while Ray's own agents are still ending.
-    with start("terminated", "wait", 3, *arguments) as process:
-        assert _wait_for_the_round(process, tmp_path, epoch=3) == run_dir
+    with start("terminated", 3, *arguments, action="wait") as process:
+        assert _wait_for(process, tmp_path, lambda c: (c.rounds, c.epoch) == (1, 2)) == run_dir
         assert _processes_listening_beyond_loopback() <= {"ray::RayTrainWorker"}  # torch's store
         time.sleep(2)  # until the workers have begun to train the epoch
         os.killpg(process.pid, signal.SIGTERM)
         output = "".join(lines_of(process))
         assert process.wait(60) == 143
     assert f"resuming {run_dir}" in output
-    assert "resumed after round 1 of epoch 1" in output
+    assert f"resumed after {saved}" in output
     [step] = re.findall(r"saved through step (\d+) of epoch 3", output)
     assert f"raytrain-opt run --resume {run_dir}" in output
     assert "Traceback" not in output
@@ -110,16 +112,17 @@ def _run(*arguments: str) -> str:
     return done.stdout
 
 
-def _wait_for_the_round(process: subprocess.Popen[str], storage: Path, epoch: int) -> Path:
-    """Wait until the round of this epoch is saved; return the run directory."""
+def _wait_for(
+    process: subprocess.Popen[str], storage: Path, is_it: Callable[[Checkpoint], bool]
+) -> Path:
+    """Wait until the latest checkpoint is such a one; return the run directory."""
     while process.poll() is None:
         for folder in storage.glob("*/checkpoints"):
             checkpoints = read_index(folder)
-            latest = checkpoints[-1] if checkpoints else None
-            if latest and (latest.rounds, latest.epoch) == (1, epoch - 1):
+            if checkpoints and is_it(checkpoints[-1]):
                 return folder.parent
         time.sleep(0.05)
-    pytest.fail(f"no round of epoch {epoch}; the run ended with:\n" + "".join(lines_of(process)))
+    pytest.fail("no such checkpoint; the run ended with:\n" + "".join(lines_of(process)))
 
 
 def _numbers(run_dir: Path) -> list[dict[str, object]]:

@@ -80,22 +80,26 @@ def test_killed_processes_are_restarted_and_nothing_changes(
 ) -> None:
     """Kill a slot, the winner's slot, and a worker at a random step of a real training.
 
-    Nor does a storage change the numbers that refuses requests and loses connections.
+    The worker after a checkpoint within an epoch, from which the others then continue, too. Nor does a storage change the numbers that refuses requests and loses connections.
     """
     chance = random.Random(seed := random.randrange(10**9))
     print(f"seed of the random kill: {seed}")
     epochs = 3  # a slot that died in the second is needed again
-    main_steps = finished.summary["steps_per_epoch"] * 3 // 4
-    worker, step = chance.randrange(2), chance.randrange(main_steps)
+    epoch_steps = finished.summary["steps_per_epoch"]
+    kept = epoch_steps - epoch_steps * 3 // 4
+    every = (epoch_steps - kept) // 2
+    killed = {"index": chance.randrange(2), "step": chance.randrange(every)}
     faults = [
         {"role": "slot", "index": 1, "epoch": 1, "phase": "pretrain", "step": 3},
         {"role": "slot", "epoch": 2, "phase": "send_candidate_state"},
-        {"role": "worker", "index": worker, "epoch": 2, "phase": "main_train", "step": step},
+        {
+            "role": "worker", "epoch": 2, "phase": "main_train", "from_step": kept + every, **killed,
+        },
     ]
     uri = s3.new_uri()
     s3.faults.extend([None, refuse("SlowDown"), None, cut] * 20)
     with injected(faults):
-        disturbed = run(quickstart(uri, epochs=epochs))
+        disturbed = run(quickstart(uri, epochs=epochs, checkpoint={"every": every}))
     assert len(s3.faults) < 50
     restarts = disturbed.summary["restarts"]
     assert (restarts["slot"], restarts["worker"]) == (2, 2)

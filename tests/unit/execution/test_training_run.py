@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 import random
 import shutil
 from collections.abc import Callable
@@ -20,9 +21,11 @@ import pytest
 import torch
 
 from raytrain_opt import Job
+from raytrain_opt.config.schema import CheckpointSection
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.driver import open_run, train
 from raytrain_opt.errors import PoolError, StorageError
+from raytrain_opt.execution.checkpoint_writer import Interval
 from raytrain_opt.execution.progress import RunProgress
 from raytrain_opt.execution.signals import Terminated
 from raytrain_opt.execution.training_run import TrainingRun
@@ -176,18 +179,20 @@ def execute(
     interrupt: Interrupt = never,
     kills: random.Random | None = None,
     stop_in: int | None = None,
+    kill_in: tuple[int, int] | None = None,
 ) -> Process:
     """Execute the run in a folder until it is interrupted, or resume it.
 
     Like every new process, it knows nothing but the run directory. `kills`: kill the resident in
     each command, at a random step. `stop_in`: a signal arrives in this step of the main training.
+    `kill_in`: the process is killed in it; the second number is `checkpoint.every`.
     """
     job = job.model_copy(update={"storage_path": str(folder), "resume": "auto"})
     process = Process([])
     with (
         redirect_stdout(io.StringIO()) as output,
         pytest.MonkeyPatch.context() as patch,
-        suppress(Interrupted, Terminated),
+        suppress(Interrupted, Terminated, Killed),
     ):
         if kills is not None:
             patch.setattr(in_process, "in_process_pools", partial(mortal_pools, kills))
@@ -195,6 +200,8 @@ def execute(
             interrupt_moves(run, process.moves, interrupt)
             if stop_in is not None:
                 signal_in_step(run, stop_in)
+            if kill_in is not None:
+                kill_in_step(run, *kill_in)
             train(run)
             run.checkpoints.wait()
             process.finished = True
@@ -297,20 +304,62 @@ def test_a_run_that_is_stopped_by_signals_within_epochs_ends_as_one_that_was_not
     assert outcome(tmp_path) == uninterrupted.outcome
 
 
+class Killed(KeyboardInterrupt):
+    """The process is killed here."""
+
+
+def kill_in_step(run: TrainingRun, number: int, every: int) -> None:
+    """Kill the process before its n-th step of main training; count the steps of an interval."""
+    workers, steps = run.pools.workers, [0]
+    show, interval, restart = workers.on_wait, run.checkpoints.interval, Interval.restart
+    assert show is not None
+    trained = itertools.count(1)
+
+    def on_wait(pool: str, progress: Progress | None) -> None:
+        if run.stop._limit_s is not None and not run._in_round:
+            assert steps[0] <= every
+            steps[0] += 1
+            if next(trained) == number:
+                raise Killed
+        show(pool, progress)
+
+    def begin_anew() -> None:
+        steps[0] = 0
+        restart(interval)
+
+    workers.on_wait, interval.restart = on_wait, begin_anew  # type: ignore[method-assign]
+
+
+def test_a_run_that_is_killed_in_its_epochs_repeats_no_more_than_an_interval(
+    uninterrupted: Uninterrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its residents die in every command, too, and continue from the newest state."""
+    chance, every = random.Random(seed := random.randrange(10**9)), 5
+    print(f"seed of the random steps: {seed}")
+    monkeypatch.setattr(in_process, "_REPORT_EVERY_S", 0.0)
+    job = uninterrupted.job.model_copy(update={"checkpoint": CheckpointSection(every=every)})
+    within = 0
+    for number in [7, *(chance.randrange(6, 20) for _ in range(200))]:
+        process = execute(job, tmp_path, never, kills=chance, kill_in=(number, every))
+        within += any(saved.steps for saved in read_index(paths_of(tmp_path).checkpoints)[-1:])
+        if process.finished:
+            break
+    assert process.finished
+    assert within
+    assert outcome(tmp_path) == uninterrupted.outcome
+
+
 @pytest.mark.parametrize("name", ["stpt", "schedule"])
-def test_workers_may_grow_before_the_main_training_of_each_epoch_but_not_within_it(
+def test_workers_may_grow_before_each_part_of_the_main_training(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A candidate has trained the first steps of an epoch of `stpt`."""
     grown = list[None]()
-    monkeypatch.setattr(in_process, "_REPORT_EVERY_S", 0.0)
     monkeypatch.setattr(InProcessPool, "grow", lambda _: grown.append(None))
-    job = tiny_job(tmp_path, **JOBS[name])
-    assert not execute(job, tmp_path, never, stop_in=13).finished
-    [checkpoint] = read_index(paths_of(tmp_path).checkpoints)[-1:]
-    assert checkpoint.steps
+    job = tiny_job(tmp_path, **JOBS[name], checkpoint={"every": 4})
     assert execute(job, tmp_path).finished
-    assert len(grown) == job.epochs
+    [line, *_] = read_lines(str(paths_of(tmp_path).local), "epochs")
+    assert len(grown) == job.epochs * math.ceil(line["samples"] / job.global_batch_size / 4)
 
 
 def test_a_run_that_is_stopped_in_an_evaluation_keeps_the_staleness_of_its_epoch(
@@ -365,7 +414,7 @@ def outcome(folder: Path) -> dict[str, Any]:
     # A resumed run did not wait for the checkpoint that it started from.
     parts = [sorted({*line["timings_s"]} - {"checkpoint_wait_s"}) for line in (*rounds, *epochs)]
     for line in epochs:
-        for name in ("duration_s", "samples_per_s", "timings_s"):
+        for name in ("duration_s", "end_s", "samples_per_s", "timings_s"):
             del line[name]
     return {
         "checkpoint": latest.reached,
