@@ -23,7 +23,7 @@ from raytrain_opt.recording.records import (
 )
 from raytrain_opt.results import NO_STEPS, EvalTotals, Steps, TrainTotals
 from raytrain_opt.search.noise_scale import NoiseScale
-from raytrain_opt.search.policy import CandidateResult, History
+from raytrain_opt.search.policy import CandidateResult, History, TryCandidates
 
 
 @dataclass
@@ -39,6 +39,14 @@ class Startup:
 
 
 @dataclass(frozen=True)
+class PartialRound:
+    """The candidates of a round that have a result."""
+
+    action: TryCandidates
+    results: tuple[CandidateResult, ...]
+
+
+@dataclass(frozen=True)
 class PartialEpoch:
     """The part of an epoch that is done: its rounds, and the first steps of its training."""
 
@@ -48,6 +56,7 @@ class PartialEpoch:
     timings_s: dict[str, float] = field(default_factory=dict)
     train: TrainTotals | None = None  # of the steps of the main training
     staleness: StalenessRecord | None = None
+    round: PartialRound | None = None  # that follows the complete ones
 
 
 @dataclass(frozen=True)
@@ -69,11 +78,12 @@ class RunProgress:
         return self.search_samples + self.kept_samples
 
     @property
-    def reached(self) -> tuple[int, int, int]:
-        """The complete epochs, and either rounds or steps of the next one."""
+    def reached(self) -> tuple[int, int, int, int]:
+        """The complete epochs, of the next one either rounds or steps, then candidates."""
         partial, rounds = self.partial_epoch, self.history.rounds_of(self.next_epoch)
         steps = len(partial.steps.lrs) if partial.train is not None else 0
-        return self.next_epoch - 1, 0 if steps else len(rounds), steps
+        candidates = 0 if partial.round is None else len(partial.round.results)
+        return self.next_epoch - 1, 0 if steps else len(rounds), steps, candidates
 
     def add_samples(self, *, search: int = 0, kept: int = 0) -> RunProgress:
         """Return the progress with more (or fewer) samples."""
@@ -113,6 +123,7 @@ class EpochMetrics:
     started_s: float
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     results: Sequence[CandidateResult] = ()  # of the round in progress
+    round: PartialRound | None = None  # in progress, with what is saved of it
     round_record: RoundRecord | None = None
     steps: Steps = NO_STEPS  # on the way to the weights
     is_ruined: bool = False  # by a loss or weights that are not finite: training starts again
@@ -144,6 +155,7 @@ class EpochMetrics:
             steps=partial.steps,
             train=partial.train,
             staleness=partial.staleness,
+            round=partial.round,
         )
         metrics.stopwatch.timings_s.update(partial.timings_s)
         return metrics
@@ -157,6 +169,7 @@ class EpochMetrics:
             dict(self.stopwatch.timings_s),
             self.train,
             self.staleness,
+            self.round,
         )
 
     def schedule(

@@ -13,7 +13,13 @@ from raytrain_opt.errors import DivergedError, PoolError
 from raytrain_opt.execution.callbacks import Callbacks
 from raytrain_opt.execution.checkpoint_writer import CheckpointWriter
 from raytrain_opt.execution.length import TrainingLength, measure_pace
-from raytrain_opt.execution.progress import EpochMetrics, PartialEpoch, RunProgress, epoch_record
+from raytrain_opt.execution.progress import (
+    EpochMetrics,
+    PartialEpoch,
+    PartialRound,
+    RunProgress,
+    epoch_record,
+)
 from raytrain_opt.execution.resolve import Resolved
 from raytrain_opt.execution.resume import job_fields
 from raytrain_opt.execution.worker_events import WorkerEvents
@@ -124,25 +130,40 @@ class TrainingRun:
 
     def pretrain(self, state: StateRef, action: TryCandidates) -> list[CandidateResult]:
         """Train and score every candidate: on the slots in waves, or on all workers together."""
-        pool = self._candidate_pool()
+        self._candidate_pool()
         self._show_phase(action.epoch, f"pre-train {len(action.candidates)} candidates")
         self._in_round = True
+        before = self._epoch.round
+        is_resumed = before is not None and before.action == action
+        results = list(before.results) if before is not None and is_resumed else []
+        left = action.candidates[len(results) :]
+        # Workers train one after the other; a winner's state is kept for one command.
+        one_by_one = self.pools.slots is None and not action.keeps_winner
         with self._epoch.stopwatch.measure("pretrain_s"):
-            residents = pool.alive()
-            replies = pool.command(Pretrain(state, action, residents), residents)
+            for part in [(candidate,) for candidate in left] if one_by_one else [left]:
+                results += self._train_candidates(state, replace(action, candidates=part))
+                self._epoch.round = PartialRound(action, tuple(results))
+                self.checkpoints.interval.count(len(part) * action.pretrain_steps)
+                if len(results) < len(action.candidates) and self._must_save():
+                    self._save_partial(state)
+        self._epoch.round = None
+        self.progress = self.progress.add_samples(search=sum(r.samples for r in results))
+        self._epoch.results = results
+        return results
+
+    def _train_candidates(self, state: StateRef, action: TryCandidates) -> list[CandidateResult]:
+        """Return the results in the order of the candidates."""
+        pool = self._candidate_pool()
+        residents = pool.alive()
+        replies = pool.command(Pretrain(state, action, residents), residents)
         if not replies:
             raise PoolError(
                 f"epoch {action.epoch}: every slot died more often than max_restarts "
                 f"({self.job.max_restarts}) allows"
             )
         results = [result for reply in replies.values() for result in reply.results]
-        results += self._lost_results(action, results)
-        results.sort(key=lambda result: result.candidate.index)
-        self.progress = self.progress.add_samples(search=sum(r.samples for r in results))
-        durations_s = (sum(r.duration_s for r in reply.results) for reply in replies.values())
-        self._epoch.stopwatch.timings_s["longest_slot_s"] = max(durations_s)
-        self._epoch.results = results
-        return results
+        results += self._worker_events.lost_results(action, results, pool)
+        return sorted(results, key=lambda result: result.candidate.index)
 
     def state_after(self, state: StateRef, action: TryCandidates, decision: Decision) -> StateRef:
         winner = decision.winner
@@ -161,10 +182,8 @@ class TrainingRun:
         return kept
 
     def checkpoint_round(self, state: StateRef, history: History) -> None:
-        self.progress = replace(
-            self.progress, history=history, partial_epoch=self._epoch.partial()
-        )
-        self._save(state)
+        self.progress = replace(self.progress, history=history)
+        self._save_partial(state)
 
     def start_again(self, action: StartAgain, history: History) -> StateRef:
         assert self._initial is not None
@@ -255,8 +274,11 @@ class TrainingRun:
         self.stop.saves = False
         starts_again = self._starts_again_after(self.progress.next_epoch)
         if self._epoch.steps.lrs and not (starts_again and self._is_ruined(state)):
-            self.progress = replace(self.progress, partial_epoch=self._epoch.partial())
-            self._save(state)
+            self._save_partial(state)
+
+    def _save_partial(self, state: StateRef) -> None:
+        self.progress = replace(self.progress, partial_epoch=self._epoch.partial())
+        self._save(state)
 
     def evaluate(self, state: StateRef, epoch: int) -> None:
         """Measure the test metrics. Raises DivergedError if the loss is not finite."""
@@ -365,16 +387,6 @@ class TrainingRun:
         self.event_log.resume_clock(epoch, text, self.progress.partial_epoch.duration_s)
         self.length.log_change(self.policy, self.history, self.lrs, len(self._epoch.steps.lrs))
         return self.pools.states.put(checkpoint.folder, state)
-
-    def _lost_results(
-        self, action: TryCandidates, results: Sequence[CandidateResult]
-    ) -> list[CandidateResult]:
-        """Return a result for each candidate whose slot died too often: the round does without."""
-        finished = {result.candidate.index for result in results}
-        lost = [c for c in action.candidates if c.index not in finished]
-        if lost:
-            self._worker_events.lost(action, lost, self._candidate_pool())
-        return [CandidateResult.lost(candidate) for candidate in lost]
 
     def _on_wait(self, pool: str, progress: Progress | None) -> None:
         """Show the progress."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from raytrain_opt.pools.protocol import Pool
 from raytrain_opt.recording.recorder import EventLog
-from raytrain_opt.search.policy import Candidate, TryCandidates
+from raytrain_opt.search.policy import CandidateResult, TryCandidates
 
 
 class WorkerEvents:
@@ -27,13 +27,19 @@ class WorkerEvents:
                 "global batch size unchanged",
             )
 
-    def lost(self, action: TryCandidates, candidates: Sequence[Candidate], pool: Pool) -> None:
-        """Log that the slots of these candidates died too often."""
-        lrs = ", ".join(f"{candidate.lr:.3g}" for candidate in candidates)
-        self._event_log.log(
-            "lost",
-            action.epoch,
-            f"epoch {action.epoch}: learning rate {lrs} is left out: its slot died more often "
-            "than max_restarts allows, or made no progress within timeouts.no_progress_s; "
-            f"{len(pool.alive())} of {pool.size} slots are left",
-        )
+    def lost_results(
+        self, action: TryCandidates, results: Sequence[CandidateResult], pool: Pool
+    ) -> list[CandidateResult]:
+        """Return and log a result for each candidate whose slot died too often."""
+        finished = {result.candidate.index for result in results}
+        lost = [c for c in action.candidates if c.index not in finished]
+        if lost:
+            lrs = ", ".join(f"{candidate.lr:.3g}" for candidate in lost)
+            self._event_log.log(
+                "lost",
+                action.epoch,
+                f"epoch {action.epoch}: learning rate {lrs} is left out: its slot died more often "
+                "than max_restarts allows, or made no progress within timeouts.no_progress_s; "
+                f"{len(pool.alive())} of {pool.size} slots are left",
+            )
+        return [CandidateResult.lost(candidate) for candidate in lost]
