@@ -75,7 +75,7 @@ test-null-gpu: install
 	$(BIN)/pytest tests/null_gpu
 
 test-lowest: install
-	$(BIN)/uv venv --quiet --allow-existing --python 3.11 $(VENV)-lowest
+	$(BIN)/uv venv --quiet --seed --allow-existing --python 3.11 $(VENV)-lowest
 	VIRTUAL_ENV=$(CURDIR)/$(VENV)-lowest $(BIN)/uv pip install --resolution lowest-direct -e '.[dev]'
 	$(VENV)-lowest/bin/pytest -n $(PYTEST_PROCESSES) --dist loadfile tests/multiprocess tests/unit
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -24,16 +23,13 @@ from raytrain_opt.pools.ray_pool import RayPool
 from raytrain_opt.pools.state_store import RayStateStore
 from raytrain_opt.recording.records import StalenessRecord
 from raytrain_opt.results import AsyncWorkerMetrics, EvalTotals, Predictions, Split, TrainTotals
-from raytrain_opt.threads import start_thread
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.state import TrainingState
 
 # Seconds between checks for a restarted worker when none is left; a restart takes ten seconds.
 _POLL_S = 0.5
-# A phase: the shards' parts of the state, what the workers did, and digests of the state at first.
-_Trained = tuple[
-    list[TrainingState], list[AsyncWorkerMetrics], TrainTotals, StalenessRecord, tuple[str, ...]
-]
+# A phase: the shards' parts of the state, and what the workers did.
+_Trained = tuple[list[TrainingState], list[AsyncWorkerMetrics], TrainTotals, StalenessRecord]
 
 
 class AsynchronousTraining:
@@ -51,9 +47,7 @@ class AsynchronousTraining:
         self._workers, self._states, self._server = workers, states, server
         self._granularity = Granularity(config.async_splits)
 
-    def train(
-        self, command: MainTrain, *, check: bool, is_due: IsDue = lambda: False
-    ) -> TrainingOutcome:
+    def train(self, command: MainTrain, *, is_due: IsDue = lambda: False) -> TrainingOutcome:
         """As `MainTraining.train`; all workers wait for the end of the last step."""
         stopwatch = Stopwatch()
         command = replace(command, split=self._granularity.split)
@@ -64,8 +58,8 @@ class AsynchronousTraining:
                 command = self._begin(phase, command)
             start = self._states.get(command.state)
             with self._ended_when(is_due, phase.id):
-                trained = self._train_phase(phase, command, start, check=check)
-        parts, metrics, totals, staleness, digests = trained
+                trained = self._train_phase(phase, command)
+        parts, metrics, totals, staleness = trained
         with stopwatch.measure("average_s"):
             buffers = advance_buffers(start, [m.buffers for m in metrics], totals.steps)
             state_id = f"{phase.epoch}.{phase.steps.first + totals.steps}"
@@ -92,7 +86,6 @@ class AsynchronousTraining:
         return TrainingOutcome(
             state,
             totals,
-            digests,
             {**timings_s, **stopwatch.timings_s},
             len(metrics),
             parallel,
@@ -138,19 +131,11 @@ class AsynchronousTraining:
         finally:
             self._workers.on_wait = show
 
-    def _train_phase(
-        self, phase: EpochPhase, command: MainTrain, start: TrainingState, *, check: bool
-    ) -> _Trained | None:
+    def _train_phase(self, phase: EpochPhase, command: MainTrain) -> _Trained | None:
         """Repeat the command, for workers that come back, until there is no work.
 
         Returns None if a shard died.
         """
-        digest: Future[str] | None = None
-        if check:
-            if (loaded := self._collect(phase)) is None:
-                return None
-            # Hashed while the training continues.
-            digest = start_thread(assemble_state(start, loaded, {}).digest)
         while True:
             workers = self._wait_for_workers()
             replies: dict[int, AsyncWorkerMetrics] = self._workers.command(command, workers)
@@ -161,8 +146,7 @@ class AsynchronousTraining:
             finished, totals, staleness = result
             if finished:
                 metrics = [worker_metrics for _, worker_metrics in sorted(replies.items())]
-                digests = () if digest is None else (digest.result(),)
-                return parts, metrics, totals, staleness, digests
+                return parts, metrics, totals, staleness
 
     def _collect(self, phase: EpochPhase) -> list[TrainingState] | None:
         """Return the shards' parts of the state; None if one of them died in the phase."""

@@ -189,7 +189,7 @@ def measure_pace(
         began_s = monotonic_s()
         measured = Steps(0, (_MEASURED_LR,) * steps, optimizer=optimizer)
         command = MainTrain(state, 1, measured)
-        steps_s = training.train(command, check=False).totals.duration_s
+        steps_s = training.train(command).totals.duration_s
         return steps_s, monotonic_s() - began_s - steps_s
 
     steps = min(_FIRST_STEPS, epoch_steps)

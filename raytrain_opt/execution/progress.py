@@ -17,7 +17,6 @@ from raytrain_opt.pools.commands import MainTrain
 from raytrain_opt.pools.protocol import TrainingOutcome
 from raytrain_opt.recording.records import (
     EpochRecord,
-    RoundRecord,
     ScheduleRecord,
     StalenessRecord,
 )
@@ -48,10 +47,9 @@ class PartialRound:
 
 @dataclass(frozen=True)
 class PartialEpoch:
-    """The part of an epoch that is done: its rounds, and the first steps of its training."""
+    """The part of an epoch that is done: the first steps of its training."""
 
     steps: Steps = NO_STEPS  # that were kept
-    round_record: RoundRecord | None = None  # of the last round; the main training completes it
     duration_s: float = 0.0
     timings_s: dict[str, float] = field(default_factory=dict)
     train: TrainTotals | None = None  # of the steps of the main training
@@ -93,12 +91,6 @@ class RunProgress:
             kept_samples=self.kept_samples + kept,
         )
 
-    @property
-    def recorded_rounds(self) -> int:
-        """Number of lines of rounds.jsonl: one per decision whose main training is done."""
-        incomplete = self.partial_epoch.round_record is not None
-        return len(self.history.decisions) - incomplete
-
     def to_json(self) -> dict[str, Any]:
         """Return numbers, texts, lists and dicts only."""
         plain: dict[str, Any] = _PROGRESS.dump_python(self)
@@ -124,7 +116,6 @@ class EpochMetrics:
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     results: Sequence[CandidateResult] = ()  # of the round in progress
     round: PartialRound | None = None  # in progress, with what is saved of it
-    round_record: RoundRecord | None = None
     steps: Steps = NO_STEPS  # on the way to the weights
     is_ruined: bool = False  # by a loss or weights that are not finite: training starts again
     train: TrainTotals | None = None
@@ -151,7 +142,6 @@ class EpochMetrics:
         """Continue the timing from the seconds spent before the interruption."""
         metrics = cls(
             monotonic_s() - partial.duration_s,
-            round_record=partial.round_record,
             steps=partial.steps,
             train=partial.train,
             staleness=partial.staleness,
@@ -164,7 +154,6 @@ class EpochMetrics:
         """Return what a run resumed now needs of this epoch."""
         return PartialEpoch(
             self.steps,
-            self.round_record,
             monotonic_s() - self.started_s,
             dict(self.stopwatch.timings_s),
             self.train,

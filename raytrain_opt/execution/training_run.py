@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -168,7 +168,7 @@ class TrainingRun:
     def state_after(self, state: StateRef, action: TryCandidates, decision: Decision) -> StateRef:
         winner = decision.winner
         if winner is None or not action.keeps_winner:
-            self._write_round(self._round_record(action, decision, None))
+            self._write_round(action, decision)
             self.terminal.note(f"epoch {action.epoch}: {decision.reason}")
             return state
         with self._epoch.stopwatch.measure("take_state_s"):
@@ -178,7 +178,7 @@ class TrainingRun:
         # steps remain.
         self.progress = self.progress.add_samples(search=-winner.samples, kept=winner.samples)
         self._epoch.steps = winner.candidate.steps(action)
-        self._epoch.round_record = self._round_record(action, decision, kept.sha256)
+        self._write_round(action, decision)
         return kept
 
     def checkpoint_round(self, state: StateRef, history: History) -> None:
@@ -218,9 +218,7 @@ class TrainingRun:
             until = self.checkpoints.interval.limit(len(left.lrs))
             command = MainTrain(state, action.epoch, left, until)
             with self._epoch.stopwatch.measure("main_train_s"):
-                outcome = self.pools.main_training.train(
-                    command, check=self._epoch.round_record is not None, is_due=self._must_save
-                )
+                outcome = self.pools.main_training.train(command, is_due=self._must_save)
             self._add_main_training(command, outcome)
             state, left = outcome.state, left.after(outcome.totals.steps)
             if self._must_save():
@@ -258,9 +256,6 @@ class TrainingRun:
         self.checkpoints.interval.count(outcome.totals.steps)
         progress = self.progress.add_samples(kept=outcome.totals.samples)
         self.progress = replace(progress, parallel=outcome.parallel)
-        if self._epoch.round_record is not None:
-            self._write_round(self._epoch.round_record, outcome.loaded_sha256)
-            self._epoch.round_record = None
         totals = outcome.totals
         if not self._starts_again_after(command.epoch):
             self._raise_if_diverged(command.epoch, "training", totals.loss, totals.failure)
@@ -380,7 +375,7 @@ class TrainingRun:
         self.progress = replace(RunProgress.from_json(progress), job=job_fields(self.job))
         self._epoch = EpochMetrics.resumed(self.progress.partial_epoch)
         epoch = self.progress.next_epoch
-        self.recorder.truncate_after(self.progress.recorded_rounds, epoch - 1)
+        self.recorder.truncate_after(len(self.history.decisions), epoch - 1)
         self._lrs = self.recorder.lrs()
         self.length.resume(self.recorder.epochs(), self.history)
         text = f"resumed after {checkpoint.reached}"
@@ -404,18 +399,14 @@ class TrainingRun:
         self.terminal.phase(f"epoch {epoch}/{self.length.epochs or '?'}  {phase}")
         self.terminal.advance(self.length.fraction(epoch - 1))
 
-    def _round_record(
-        self, action: TryCandidates, decision: Decision, winner_sha256: str | None
-    ) -> RoundRecord:
+    def _write_round(self, action: TryCandidates, decision: Decision) -> None:
         names = [str(optimizer.name) for optimizer in self.optimizers]
-        return RoundRecord.from_decision(
-            action, self._epoch.results, decision, winner_sha256, names, self.pools.search_on
+        timings_s, search_on = self._epoch.stopwatch.timings_s, self.pools.search_on
+        record = RoundRecord.from_decision(
+            action, self._epoch.results, decision, names, search_on, timings_s
         )
-
-    def _write_round(self, record: RoundRecord, loaded_sha256: Sequence[str | None] = ()) -> None:
-        complete = record.complete(loaded_sha256, self._epoch.stopwatch.timings_s)
-        self.recorder.round(complete, len(self._lrs))
-        self.callbacks.call("on_round", complete)
+        self.recorder.round(record, len(self._lrs))
+        self.callbacks.call("on_round", record)
 
     def _raise_if_diverged(self, epoch: int, split: str, loss: float, failure: str) -> None:
         if is_finite(loss):

@@ -6,7 +6,6 @@ Slots train candidates alone, workers together (`worker`). Free of Ray.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -206,7 +205,7 @@ class CandidateTrainer(LearnerHandler):
         self._make_live(command, on_step)
         state_id = f"{command.round.plan.epoch}.candidate{command.candidate.index}"
         self._live_id = state_id
-        return self._store_and_hash(state_id) if self._rank == 0 else None
+        return self._send_state(state_id) if self._rank == 0 else None
 
     def _make_live(self, command: SendCandidateState, on_step: OnStep) -> None:
         """Load the candidate's state, or train it again in a process that never had it."""
@@ -220,14 +219,6 @@ class CandidateTrainer(LearnerHandler):
             self.learner.load(self.states.get(command.round.state))
             self._train(plan, candidate, _shifted(on_step, 0, plan.pretrain_steps))
         self._live_candidate = candidate.index
-
-    def _store_and_hash(self, state_id: str) -> StateRef:
-        """Store the state and compute its digest side by side: both release Python's lock."""
-        state = self.learner.state(copy=False)
-        with ThreadPoolExecutor(1) as executor:
-            digest = executor.submit(state.digest)
-            ref = self.states.put(state_id, state)
-            return replace(ref, sha256=digest.result())
 
 
 def _shifted(on_step: OnStep, offset: int, total: int) -> Callable[[int], object]:

@@ -24,7 +24,6 @@ class StateRef:
 
     id: str
     ref: Any  # ObjectRef on Ray; the state itself in one process
-    sha256: str | None = None
     node_id: str = ""  # Ray's identity of its owner's node
 
 
@@ -160,7 +159,6 @@ class MainTrainReply:
     """One worker's reply to a `MainTrain` that sends."""
 
     totals: TrainTotals  # over all workers
-    loaded_sha256: str | None  # of the state it began with; None if that was its own
     timings_s: dict[str, float]
     state: StateRef | None  # from rank 0
     parallel: dict[str, object] = field(default_factory=dict)  # how gradients were exchanged

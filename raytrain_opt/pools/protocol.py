@@ -113,7 +113,6 @@ class TrainingOutcome:
 
     state: StateRef
     totals: TrainTotals  # over all workers
-    loaded_sha256: tuple[str | None, ...]  # of the state that each worker loaded
     timings_s: dict[str, float]  # of the slowest worker, by name
     workers: int  # how many finished it
     parallel: dict[str, object] = field(default_factory=dict)  # how gradients were exchanged
@@ -123,13 +122,8 @@ class TrainingOutcome:
 class MainTraining(Protocol):
     """How the workers train and evaluate."""
 
-    def train(
-        self, command: MainTrain, *, check: bool, is_due: IsDue = lambda: False
-    ) -> TrainingOutcome:
-        """Train the steps until the command's end, or at least one, until `is_due`.
-
-        `check`: compute digests of the loaded states.
-        """
+    def train(self, command: MainTrain, *, is_due: IsDue = lambda: False) -> TrainingOutcome:
+        """Train the steps until the command's end, or at least one, until `is_due`."""
 
     def evaluate(self, state: StateRef, split: Split = "test") -> EvalTotals:
         """Evaluate on the split, each sample once."""
@@ -151,10 +145,8 @@ class SynchronousTraining:
         self._workers = workers
         self._segment = 1  # steps of the next one
 
-    def train(
-        self, command: MainTrain, *, check: bool, is_due: IsDue = lambda: False
-    ) -> TrainingOutcome:
-        """Train segments on all workers. Digests cost no time: workers hash while they train."""
+    def train(self, command: MainTrain, *, is_due: IsDue = lambda: False) -> TrainingOutcome:
+        """Train segments on all workers."""
         done = 0
         while done + self._segment < command.end:
             done += self._segment
@@ -178,7 +170,6 @@ class SynchronousTraining:
         return TrainingOutcome(
             first.state,
             first.totals,
-            tuple(reply.loaded_sha256 for reply in replies),
             slowest([{**r.timings_s, "compute_s": r.totals.duration_s} for r in replies]),
             cast(int, first.parallel["workers"]),
             first.parallel,

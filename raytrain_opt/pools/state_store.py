@@ -115,4 +115,4 @@ class RayStateStore:
         return command
 
     def _renew_ref(self, ref: StateRef) -> StateRef:
-        return replace(self._objects.put(ref.id, self.get(ref)), sha256=ref.sha256)
+        return self._objects.put(ref.id, self.get(ref))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -45,8 +44,6 @@ class Worker(CandidateTrainer):
         self._connect_s = connect_s
         self._start_s: float | None = None
         self._first_step_s: float | None = None
-        self._hasher = ThreadPoolExecutor(1)
-        self._digest: Future[str] | None = None
         self._stopwatch = Stopwatch()  # since the state of `_origin`
 
     def handle(self, command: Command, on_step: OnStep) -> Any:
@@ -71,11 +68,9 @@ class Worker(CandidateTrainer):
         return super()._execute(command, on_step)
 
     def _begin(self, command: MainTrain) -> None:
-        self._stopwatch, self._digest = Stopwatch(), None
+        self._stopwatch = Stopwatch()
         with self._stopwatch.measure("load_s"):
-            if self._load(command.state) or self._live_candidate is not None:
-                # Read back and copied, so that it is hashed while the training continues.
-                self._digest = self._hasher.submit(self.learner.state(copy=True).digest)
+            self._load(command.state)
         self._forget_candidates()
         self.learner.begin(command.epoch, command.steps, self._micro_batches)
 
@@ -102,11 +97,10 @@ class Worker(CandidateTrainer):
             "data_wait_s": totals.data_wait_s,
             "compute_s": totals.duration_s - totals.data_wait_s,
         }
-        sha256 = None if self._digest is None else self._digest.result()
         if not is_end:
             self._origin = self._live_id
-        self._stopwatch, self._digest = Stopwatch(), None
-        return MainTrainReply(totals, sha256, timings_s, ref, self._describe_parallel())
+        self._stopwatch = Stopwatch()
+        return MainTrainReply(totals, timings_s, ref, self._describe_parallel())
 
     def _describe_parallel(self) -> dict[str, object]:
         return {

@@ -98,12 +98,6 @@ class RoundRecord(Record):
     )
     reason: str = Field(description="Why the policy decided so.")
     next_base_lr: float = Field(description="Base learning rate after the round.")
-    winner_sha256: str | None = Field(
-        description="Digest of the winner's state; null when no state was taken over."
-    )
-    loaded_sha256: tuple[str | None, ...] = Field(
-        (), description="Digest of the state from which each worker continued."
-    )
     timings_s: Timings = Field(
         default_factory=dict, description="Seconds of the round, and of the epoch so far, by part."
     )
@@ -124,11 +118,11 @@ class RoundRecord(Record):
         action: TryCandidates,
         results: Sequence[CandidateResult],
         decision: Decision,
-        winner_sha256: str | None,
         optimizers: Sequence[str],
         search_on: Literal["slots", "workers"],
+        timings_s: Mapping[str, float],
     ) -> RoundRecord:
-        """Return the record of a round, without the fields that only the workers know.
+        """Return the record of a round.
 
         `optimizers`: names of the job's. `search_on`: who trained the candidates.
         """
@@ -148,15 +142,8 @@ class RoundRecord(Record):
             winner=None if decision.winner is None else decision.winner.candidate.index,
             reason=decision.reason,
             next_base_lr=decision.next_base_lr,
-            winner_sha256=winner_sha256,
+            timings_s=dict(timings_s),
         )
-
-    def complete(
-        self, loaded_sha256: Sequence[str | None], timings_s: Mapping[str, float]
-    ) -> RoundRecord:
-        """Return the record with the digests that the workers loaded, and timings."""
-        update = {"loaded_sha256": tuple(loaded_sha256), "timings_s": dict(timings_s)}
-        return self.model_copy(update=update)
 
 
 class StalenessRecord(RecordPart):

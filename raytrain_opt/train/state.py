@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,13 +25,6 @@ from torch.utils._pytree import (
     tree_map_with_path,
 )
 
-# Threads that hash a state. Part of the digest, so it must not depend on the machine.
-_LANES = 4
-# Settings of an optimizer's groups that change during training: by the loop, by the average of
-# weights, or by schedule-free optimizers, which count there.
-_CHANGING = {"lr", "momentum", "weight_decay", "averaged_updates", "highest_lr", "train_mode"} | {
-    "k", "lr_max", "weight_sum", "scheduled_lr",
-}  # fmt: skip
 # Dimensions of a tensor in the order in which they lie in memory, from the slowest.
 _MEMORY_ORDER = {"channels_last": (0, 2, 3, 1), "channels_last_3d": (0, 2, 3, 4, 1)}
 
@@ -106,28 +98,12 @@ class TrainingState:
         return None
 
     def digest(self) -> str:
-        """Return the SHA-256 of names and contents, in the order of the names; hexadecimal.
-
-        Tensors are divided into a few lanes, which are hashed in parallel (hashing releases the
-        GIL); the result is the hash of the lanes' hashes. The lane of a tensor depends on the
-        tensors' names and sizes only.
-        """
-        lane_size = self.nbytes / _LANES + 1
-        lanes: list[list[str]] = [[] for _ in range(_LANES)]
-        offset = 0
-        for name in sorted(self.tensors):
-            lanes[int(offset / lane_size)].append(name)
-            offset += self.tensors[name].data.nbytes
-        with ThreadPoolExecutor(_LANES) as pool:
-            return hashlib.sha256(b"".join(pool.map(self._lane_digest, lanes))).hexdigest()
-
-    def _lane_digest(self, names: list[str]) -> bytes:
+        """Return the SHA-256 of names and contents, in the order of the names; hexadecimal."""
         sha = hashlib.sha256()
-        for name in names:
-            tensor = self.tensors[name]
+        for name, tensor in sorted(self.tensors.items()):
             sha.update(f"{name} {tensor.dtype} {tensor.order} {tensor.shape}".encode())
             sha.update(tensor.data.data)
-        return sha.digest()
+        return sha.hexdigest()
 
 
 def capture(
@@ -157,17 +133,13 @@ def to_cpu_state(
         for name, tensor in named_tensors(model, optimizer)
     }
     plain = {
-        "optimizer_state": _plain_state(optimizer),
+        # By parameter, with None in place of each tensor.
+        "optimizer_state": tree_map_only(Tensor, lambda _: None, optimizer["state"]),
         "param_groups": optimizer["param_groups"],
         "scaler": dict(scaler),
         "optimizer_index": optimizer_index,
     }
     return TrainingState(tensors, plain)
-
-
-def _plain_state(optimizer: Mapping[str, Any]) -> Any:
-    """Return the state by parameter, with None in place of each tensor."""
-    return tree_map_only(Tensor, lambda _: None, optimizer["state"])
 
 
 def named_tensors(
@@ -194,38 +166,9 @@ def restore(
     scaler: torch.amp.GradScaler,
 ) -> None:
     """Copy `state` into model, optimizer and scaler, whose parameters stay the same objects."""
-    with torch.no_grad():
-        model.load_state_dict(model_tensors(state))
-        if not _copy_in_place(state, optimizer):
-            optimizer.load_state_dict(optimizer_state_dict(state))
+    model.load_state_dict(model_tensors(state))
+    optimizer.load_state_dict(optimizer_state_dict(state))
     scaler.load_state_dict(state.plain["scaler"])
-
-
-def _copy_in_place(state: TrainingState, optimizer: torch.optim.Optimizer) -> bool:
-    """Copy into the optimizer's tensors if it has the same ones as the state; return whether.
-
-    Allocating new tensors would double the time of the copy, because of page faults.
-    """
-    live = optimizer.state_dict()
-    targets = dict(named_tensors({}, live))
-    sources = {n: t.tensor() for n, t in state.tensors.items() if n.startswith("optimizer.")}
-    same = (
-        {name: tensor.shape for name, tensor in targets.items()}
-        == {name: tensor.shape for name, tensor in sources.items()}
-        and _plain_state(live) == state.plain["optimizer_state"]
-        and _fixed_settings(live["param_groups"]) == _fixed_settings(state.plain["param_groups"])
-    )
-    if same:
-        for name, tensor in targets.items():
-            tensor.copy_(sources[name])
-        for group, saved in zip(optimizer.param_groups, state.plain["param_groups"], strict=True):
-            group.update({key: saved[key] for key in _CHANGING if key in saved})
-    return same
-
-
-def _fixed_settings(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the settings that do not change during training, comparable as text."""
-    return [{key: str(value) for key, value in g.items() if key not in _CHANGING} for g in groups]
 
 
 def model_tensors(state: TrainingState) -> dict[str, Tensor]:

@@ -132,8 +132,6 @@ def round_line(epoch: int, winner: int | None = 1, **changes: Any) -> dict[str, 
         "winner": winner,
         "reason": "best validation accuracy of 3",
         "next_base_lr": 0.1 * (1.0 if winner is None else MULTIPLIERS[winner]),
-        "winner_sha256": "0" * 64,
-        "loaded_sha256": ["0" * 64] * 2,
         "timings_s": {"pretrain_s": 0.2},
         **changes,
     }

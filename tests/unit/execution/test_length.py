@@ -36,13 +36,13 @@ class FakeTraining:
         self.now_s = 0.0
         self.optimizers: list[int] = []
 
-    def train(self, command: MainTrain, *, check: bool) -> TrainingOutcome:
+    def train(self, command: MainTrain, **_: object) -> TrainingOutcome:
         steps = len(command.steps.lrs)
         duration_s = steps * STEPS_S[command.steps.optimizer]
         self.now_s += duration_s + OTHER_S
         self.optimizers.append(command.steps.optimizer)
         totals = TrainTotals(steps, steps, 0.0, 0, duration_s, 0.0)
-        return TrainingOutcome(command.state, totals, (), {}, 1)
+        return TrainingOutcome(command.state, totals, {}, 1)
 
     def evaluate(self, state: StateRef, split: Split = "test") -> EvalTotals:
         return EvalTotals(1, {"loss": 0.0}, EVALUATE_S)

@@ -25,9 +25,6 @@ class FakeState:
     def __init__(self, lr: float) -> None:
         self.lr = lr
 
-    def digest(self) -> str:
-        return f"{self.lr:g}"
-
 
 class FakeLearner:
     """A learner that trains to the loss `lr`; its allocator caches what each phase has used."""
@@ -129,7 +126,7 @@ def test_only_the_best_state_so_far_is_kept(kind: str, keeps_winner: bool) -> No
         candidate = next(c for c in command.plan.candidates if c.lr == lr)
         trained = learner.trained
         ref = resident.handle(SendCandidateState(command, candidate, 0), ignore)
-        assert (ref.sha256, ref.id) == (f"{lr:g}", f"1.candidate{candidate.index}")
+        assert (states.get(ref).lr, ref.id) == (lr, f"1.candidate{candidate.index}")
         assert (learner.trained == trained) == (keeps_winner and lr == 0.1), lr
 
 

@@ -66,7 +66,7 @@ def state(number: int) -> TrainingState:
 
 
 def stored(objects: Objects, number: int) -> StateRef:
-    return StateRef(f"state {number}", objects.put(state(number)), "digest")
+    return StateRef(f"state {number}", objects.put(state(number)))
 
 
 def pretrain(ref: StateRef) -> Pretrain:
@@ -118,7 +118,7 @@ def test_a_command_is_renewed_with_a_new_reference_to_the_same_state(
     renewed = states.renew(command_on(ref))
     [(new, value)] = [(key, value) for key, value in objects.items() if key != "other"]
     assert value == state(1)
-    assert renewed == command_on(StateRef(ref.id, new, "digest", "here"))
+    assert renewed == command_on(StateRef(ref.id, new, "here"))
     assert renewed != command_on(ref)
 
 
