@@ -16,7 +16,7 @@ from torch import nn
 from raytrain_opt.config.schema import CheckpointSection
 from raytrain_opt.errors import DivergedError, StorageError, TakenOverError
 from raytrain_opt.execution import checkpoint_writer
-from raytrain_opt.execution.checkpoint_writer import CheckpointWriter
+from raytrain_opt.execution.checkpoint_writer import CheckpointWriter, Interval
 from raytrain_opt.execution.progress import RunProgress
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.recording.recorder import EventLog, Recorder
@@ -150,3 +150,63 @@ def test_masks_of_infinity_are_saved(
     writer.save(state(mask=value, dtype=dtype), RunProgress(next_epoch=2))
     writer.wait()
     assert writer.latest is not None
+
+
+def test_an_interval_of_steps_ends_with_the_last_of_them() -> None:
+    interval = Interval(CheckpointSection(every=3))
+    assert interval.limit(9) == 3
+    for _ in range(2):
+        interval.count(2)
+        assert not interval.steps_are_over
+        assert (interval.limit(9), interval.limit(0)) == (1, 0)
+        interval.count(1)
+        assert interval.steps_are_over
+        interval.restart()
+    assert not interval.time_is_over
+
+
+def test_an_interval_of_time_ends_after_any_number_of_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = [100.0]
+    monkeypatch.setattr(checkpoint_writer, "monotonic_s", lambda: now_s[0])
+    interval = Interval(CheckpointSection(every="4s"))
+    for _ in range(2):
+        interval.count(1000)
+        now_s[0] += 3.9
+        assert not interval.time_is_over
+        assert interval.limit(9) == 9
+        now_s[0] += 0.2
+        assert interval.time_is_over
+        interval.restart()
+
+
+def test_a_time_is_over_when_the_checkpoint_before_is_written(
+    open_writer: OpenWriter, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a slow storage does not stop the training."""
+    now_s = [100.0]
+    monkeypatch.setattr(checkpoint_writer, "monotonic_s", lambda: now_s[0])
+    answers = threading.Event()
+    s3.faults.append(lambda _: answers.wait(60) and None)
+    writer = open_writer()
+    writer.save(state(), RunProgress(next_epoch=2))
+    assert not writer.is_due
+    now_s[0] += 61.0
+    assert not writer.is_due
+    answers.set()
+    writer.wait()
+    assert writer.is_due
+
+
+def test_a_checkpoint_is_not_written_twice(open_writer: OpenWriter, paths: RunPaths) -> None:
+    """A run that dies while it writes over a complete checkpoint would damage it."""
+    writer = open_writer()
+    writer.save(state(), RunProgress(next_epoch=2))
+    writer.wait()
+    [folder] = paths.checkpoints.glob("epoch-*")
+    before = (folder / "rest.pt").stat().st_mtime_ns
+    for again in (writer, open_writer()):
+        again.save(state(), RunProgress(next_epoch=2, search_samples=1))
+        again.wait()
+        assert (folder / "rest.pt").stat().st_mtime_ns == before

@@ -333,14 +333,13 @@ def kill_in_step(run: TrainingRun, number: int, every: int) -> None:
 def test_a_run_that_is_killed_in_its_epochs_repeats_no_more_than_an_interval(
     uninterrupted: Uninterrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its residents die in every command, too, and continue from the newest state."""
     chance, every = random.Random(seed := random.randrange(10**9)), 5
     print(f"seed of the random steps: {seed}")
     monkeypatch.setattr(in_process, "_REPORT_EVERY_S", 0.0)
     job = uninterrupted.job.model_copy(update={"checkpoint": CheckpointSection(every=every)})
     within = 0
     for number in [7, *(chance.randrange(6, 20) for _ in range(200))]:
-        process = execute(job, tmp_path, never, kills=chance, kill_in=(number, every))
+        process = execute(job, tmp_path, never, kill_in=(number, every))
         within += any(saved.steps for saved in read_index(paths_of(tmp_path).checkpoints)[-1:])
         if process.finished:
             break
@@ -485,9 +484,11 @@ def test_a_run_that_is_interrupted_after_every_checkpoint_ends_as_one_that_was_n
 def test_residents_that_die_in_every_command_change_no_number(
     uninterrupted: Uninterrupted, tmp_path: Path
 ) -> None:
+    """They continue from the newest state, of which there are several in an epoch."""
     chance = random.Random(seed := random.randrange(10**9))
     print(f"seed of the random steps: {seed}")
-    assert execute(uninterrupted.job, tmp_path, never, chance).finished
+    job = uninterrupted.job.model_copy(update={"checkpoint": CheckpointSection(every=5)})
+    assert execute(job, tmp_path, never, chance).finished
     assert outcome(tmp_path) == uninterrupted.outcome
 
 
