@@ -20,7 +20,7 @@ last two variants.
   plain_compiled    the same, and torch.compile
   timm              the step of timm's train.py with --amp --amp-dtype bfloat16 --channels-last,
                     its optimizer factory and loss; `skipped` where timm is not installed
-  learner           `raytrain_opt.train.learner.Learner` with precision: auto, compile: off
+  learner           `raytrain_opt.train.learner.Learner` with precision: auto, compile: none
   learner_compiled  the same with compile: default
   learner_autotune_compiled    with compile: max-autotune
   learner_lars      learner with optimizer: LARS
@@ -173,7 +173,7 @@ class Bench:
             "learning_rate": {"policy": "schedule", "shape": "constant", "initial": LR},
             "optimizer": {"name": "SGD", "args": args},
             "precision": "auto",
-            "compile": "off",
+            "compile": "none",
             "workers": {"count": 1},
         }
         return LearnerConfig.from_job(Job.model_validate(job | changes))

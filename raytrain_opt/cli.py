@@ -259,19 +259,19 @@ def predict(run_dir: str, images: tuple[str, ...], as_json: bool, trust: bool) -
     type=click.Choice(["torch_export", "onnx", "safetensors"]),
     help="onnx needs the packages of raytrain_opt[onnx].",
 )
-@click.option("--output", metavar="FILE", help="Default: model.SUFFIX in this directory.")
+@click.option("--output", metavar="FILE", help="Default: model.FORMAT in this directory.")
 @_trust
 def export(run_dir: str, name: str, output: str | None, trust: bool) -> None:
     """Write the network of a run as one file, and check it.
 
     Example: raytrain-opt export runs/quickstart-* --format torch_export --output digits.pt2
     """
-    from raytrain_opt.commands import export as exports
+    from raytrain_opt.commands.export import export as export_model
     from raytrain_opt.train.trained_model import load_for
 
     model = load_for("raytrain-opt export", run_dir, "cpu", trust)
-    path = output or f"model.{exports.FORMATS[name].suffix}"
-    outputs, picture = exports.export(model, name, path)
+    path = output or f"model.{name}"
+    outputs, picture = export_model(model, name, path)
     error = f"largest relative difference {outputs:.1g}" if outputs else "equal bits"
     _echo(f"{path}: {model.checkpoint}; its outputs match ({error})")
     if picture is not None:

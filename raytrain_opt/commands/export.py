@@ -10,8 +10,7 @@ import io
 import json
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,47 +32,31 @@ _TOLERANCE = 1e-4
 _PIXEL_TOLERANCE = 2.01
 
 Run = Callable[[Tensor], Tensor]
+# Turns a model into the bytes of a file, and these into a function again.
+Convert = Callable[[TrainedModel, Tensor], tuple[bytes, Run]]
 
 
-@dataclass(frozen=True)
-class Format:
-    """`convert` turns a model into the bytes of a file, and these into a function again."""
+def export(model: TrainedModel, name: str, path: str) -> tuple[float, float | None]:
+    """Write the network as format `name`; return the largest differences that its check measured.
 
-    suffix: str
-    convert: Callable[[TrainedModel, Tensor], tuple[bytes, Run]]
-
-
-class Differences(NamedTuple):
-    """Largest differences of a written file to the network.
-
-    `outputs`: in parts of the largest one. `probabilities`: of a picture prepared as the file's
-    metadata say, by another library, to those of `predict`; None for other inputs than images.
-    """
-
-    outputs: float
-    probabilities: float | None
-
-
-def export(model: TrainedModel, name: str, path: str) -> Differences:
-    """Write the network as format `name`; return what its check has measured.
-
-    `model` is on the CPU. Raises JobError when packages for the format are missing,
-    RaytrainOptError when the network cannot be exported or computes something else; then no file
-    is written.
+    Of outputs, in parts of the largest one; and of the probabilities of a picture prepared as the
+    file's metadata say, by another library, to what `predict` says; None for other inputs. `model`
+    is on the CPU. Raises JobError when packages for the format are missing, RaytrainOptError when
+    the network cannot be exported or computes something else; then no file is written.
     """
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(n, *model.sample_shape, generator=generator) for n in (2, *_BATCH_SIZES)]
     try:
-        content, exported = FORMATS[name].convert(model, inputs[0])
+        content, exported = FORMATS[name](model, inputs[0])
         difference = max(_difference(model.network, exported, x) for x in inputs)
         from_file = _file_difference(model, exported) if model.preprocessing.is_image else None
-    except RaytrainOptError:
-        raise
     except ImportError as error:
         rule = f"needs packages that are not installed: {error}"
         hint = "pip install 'raytrain_opt[onnx]'"
         raise JobError([Problem("--format", rule, name, hint)], "arguments") from error
     except Exception as error:
+        if isinstance(error, RaytrainOptError):
+            raise
         raise RaytrainOptError(
             f"this network cannot be exported as {name}: {type(error).__name__}: {error}"
         ) from error
@@ -84,7 +67,7 @@ def export(model: TrainedModel, name: str, path: str) -> Differences:
             "on values of the input, or on random numbers?"
         )
     write_bytes(local_path(path), content)
-    return Differences(difference, from_file)
+    return difference, from_file
 
 
 def _file_difference(model: TrainedModel, exported: Run) -> float:
@@ -184,8 +167,8 @@ def _metadata(model: TrainedModel) -> dict[str, str]:
     return {"raytrain_opt": json.dumps(description)}
 
 
-FORMATS = {
-    "torch_export": Format("pt2", _torch_export),
-    "onnx": Format("onnx", _onnx),
-    "safetensors": Format("safetensors", _safetensors),
+FORMATS: dict[str, Convert] = {
+    "torch_export": _torch_export,
+    "onnx": _onnx,
+    "safetensors": _safetensors,
 }

@@ -9,7 +9,6 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 from pydantic import Discriminator, Field, Tag
 
 from raytrain_opt.config.section import (
-    Args,
     BrokenRule,
     Float,
     Fraction,
@@ -255,7 +254,7 @@ class DatasetData(LoaderSection):
 
     name: NameOrInstance
     """package.module:function; from Python also the two Datasets."""
-    args: Args = Field(default_factory=dict)
+    args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
     num_classes: PositiveInt | None = None
     """Default: num_classes or len(classes) of the training Dataset."""

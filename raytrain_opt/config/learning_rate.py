@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -100,24 +99,9 @@ class _Policy(Section):
     policy: str
 
     @property
-    @abstractmethod
-    def summary(self) -> str:
-        """How the rate is chosen, for a person."""
-
-    @property
-    def recorded(self) -> str | None:
-        """Path of a recorded schedule that it replays."""
-        return None
-
-    @property
     def follows_metric(self) -> bool:
         """Whether the rate follows the metric of the validation split."""
         return False
-
-    @property
-    def needs_validation(self) -> bool:
-        """Whether it decides by the validation split."""
-        return self.has_candidates or self.follows_metric
 
     @property
     def decays(self) -> bool:
@@ -132,7 +116,7 @@ class _Policy(Section):
     @property
     def fits_any_length(self) -> bool:
         """Whether a training may last a time in place of a number of epochs."""
-        return self.recorded is None and (self.decays or self.can_be_constant)
+        return self.policy != "replay" and (self.decays or self.can_be_constant)
 
 
 class StptPolicy(_Policy):
@@ -170,10 +154,6 @@ class StptPolicy(_Policy):
         """Refuse a warm-up that ends within an epoch."""
         if self.warmup is not None and self.warmup.steps is not None:
             yield "warmup.steps", "is for policy schedule; give whole epochs"
-
-    @property
-    def summary(self) -> str:
-        return f"stpt from {self.initial:g}, candidates {self.candidates}, alpha {self.alpha:g}"
 
     @property
     def max_candidates(self) -> int:
@@ -219,10 +199,6 @@ class HorizonPolicy(_Policy):
         None, description=f"{_SEARCH_ON} Default: workers; slots with parallel.mode: async."
     )
 
-    @property
-    def summary(self) -> str:
-        return f"{self.shape} decay; its peak is searched, starting at {self.initial:g}"
-
 
 class SchedulePolicy(_Policy):
     """Train with a fixed schedule; no candidates."""
@@ -262,10 +238,6 @@ class SchedulePolicy(_Policy):
     """The first epochs."""
 
     @property
-    def summary(self) -> str:
-        return f"{self.shape} from {self.initial:g}"
-
-    @property
     def follows_metric(self) -> bool:
         return self.plateau_on == "val_metric"
 
@@ -302,14 +274,6 @@ class ReplayPolicy(_Policy):
     policy: Literal["replay"]
     schedule: Location
     """Path of the schedule.jsonl of that run."""
-
-    @property
-    def summary(self) -> str:
-        return f"replay of {self.schedule}"
-
-    @property
-    def recorded(self) -> str:
-        return self.schedule
 
 
 LearningRateSection = Annotated[

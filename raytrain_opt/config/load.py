@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -132,10 +132,8 @@ def _apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[Prob
     for override in overrides:
         path, equals, text = override.partition("=")
         keys = path.strip().split(".")
-        too_deep = len(keys) > MAX_DEPTH
-        if too_deep or not equals or not all(keys):
-            form = "an override has the form section.key=value"
-            rule = f"a job has at most {MAX_DEPTH} levels" if too_deep else form
+        if len(keys) > MAX_DEPTH or not equals or not all(keys):
+            rule = f"an override has the form section.key=value, with at most {MAX_DEPTH} levels"
             problems.append(Problem("--set", rule, shown(override)))
             continue
         try:
@@ -145,36 +143,31 @@ def _apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[Prob
             _put(raw, keys, value)
         except JobError as error:
             problems += [Problem(f"--set {path}", p.rule, p.value) for p in error.problems]
-        except (LookupError, TypeError, ValueError) as error:
-            problems.append(Problem(f"--set {path}", str(error.args[0]), repr(text)))
+        except ValueError as error:
+            problems.append(Problem(f"--set {path}", str(error), repr(text)))
     return problems
 
 
 def _put(raw: dict[str, Any], keys: list[str], value: Any) -> None:
-    """Write `value` at the path of `keys`."""
+    """Write `value` at the path of `keys`. Raises ValueError."""
     container: Any = raw
-    for depth, key in enumerate(keys[:-1]):
-        index = _index(container, key, keys[:depth])
-        inner = container[index] if isinstance(container, list) else container.get(index)
-        if inner is None:
-            inner = {}
-        elif depth == 0 and key in _NAMED_SECTIONS and not isinstance(inner, dict | list):
+    for depth, key in enumerate(keys, 1):
+        above, place = ".".join(keys[: depth - 1]), cast(Any, key)
+        if isinstance(container, list):
+            if not key.isdecimal() or int(key) >= len(container):
+                last = len(container) - 1
+                raise ValueError(f"{above} is a list: give an index from 0 to {last}")
+            place = int(key)
+        elif not isinstance(container, dict):
+            raise ValueError(f"{above} is a single value, it has no {key!r}")
+        if depth == len(keys):
+            container[place] = value
+            return
+        inner = container.get(key) if isinstance(container, dict) else container[place]
+        if depth == 1 and key in _NAMED_SECTIONS and not isinstance(inner, dict | list | None):
             inner = {"name": inner}
-        container[index] = inner
-        container = inner
-    container[_index(container, keys[-1], keys[:-1])] = value
-
-
-def _index(container: Any, key: str, path: list[str]) -> Any:
-    """Return what selects the value of `key` in a section or a list, which is at `path`."""
-    if isinstance(container, dict):
-        return key
-    if not isinstance(container, list):
-        raise TypeError(f"{'.'.join(path)} is a single value, it has no {key!r}")
-    if not key.isdecimal() or int(key) >= len(container):
-        last = len(container) - 1
-        raise LookupError(f"{'.'.join(path)} is a list: give an index from 0 to {last}")
-    return int(key)
+        container[place] = {} if inner is None else inner
+        container = container[place]
 
 
 def _valid_sections(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def _data_rules(job: Job) -> Iterator[BrokenRule]:
             yield "data.augment", rule
         if data.normalize != "auto":
             yield "data.normalize", rule
-    if job.learning_rate.needs_validation and data.validation_fraction == 0:
+    if job.decides_by_validation and data.validation_fraction == 0:
         rule = f"policy {job.learning_rate.policy} decides by the validation split"
         yield "data.validation_fraction", f"{rule}; set it above 0"
 
@@ -120,7 +120,7 @@ def _batch_rules(job: Job) -> Iterator[BrokenRule]:
     """Yield what a search would change, and why micro-batches do not share a global batch."""
     batch, workers, count = job.global_batch_size, job.workers.size, job.parallel.micro_batches
     if job.batch_size_search:
-        if job.learning_rate.recorded:
+        if job.learning_rate.policy == "replay":
             yield "batch_size_search", "a replayed schedule belongs to the batch size of its run"
         if not job.data.drop_last:
             yield "data.drop_last", "must be true with find-batch-size or batch_size_search"

@@ -19,7 +19,6 @@ from raytrain_opt.config.learning_rate import (
 )
 from raytrain_opt.config.processes import SlotsSection, TimeoutsSection, WorkersSection
 from raytrain_opt.config.section import (
-    Args,
     BrokenRule,
     Duration,
     Float,
@@ -46,7 +45,7 @@ from raytrain_opt.config.updates import (
 from raytrain_opt.errors import JobError, Problem
 
 Precision = Literal["auto", "fp32", "fp32_strict", "bf16", "fp16"]
-Compile = Literal["auto", "off", "default", "max-autotune"]
+Compile = Literal["auto", "none", "default", "max-autotune"]
 CLASSIFICATION = "classification"
 
 
@@ -57,7 +56,7 @@ class ModelSection(NamedSection):
     """resnet8, cifar_resnet18, cifar_resnet45, cifar_resnet50, vgg16_bn, vgg16_one_bn (for small
     images), resnet45 (for large ones), small_cnn, a classification model of torchvision by its
     name there, or a function of your own as package.module:function; from Python also a module."""
-    args: Args = Field(default_factory=dict)
+    args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the model's constructor or function."""
     weights: Location | None = None
     """Weights to start from: a file (safetensors, or a state_dict of torch), a folder of timm
@@ -75,7 +74,7 @@ class TaskSection(NamedSection):
     name: NameOrInstance = CLASSIFICATION
     """classification, or package.module:Class with the methods training_loss and
     validation_metrics (from Python also an object); see tasks.md."""
-    args: Args = Field(default_factory=dict)
+    args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class."""
 
     @property
@@ -144,28 +143,15 @@ class EvaluateSection(Section):
 
 
 def _default_optimizer(job: dict[str, Any]) -> OptimizerChoiceSection:
-    """Return the choice that the search has among optimizers, or SGD where there is none.
-
-    `job`: the sections above, without those with an error.
-    """
-    learning_rate, parallel = job.get("learning_rate"), job.get("parallel")
-    if learning_rate is None or parallel is None:
-        return OptimizerChoiceSection()
-    searches = learning_rate.searches_first and parallel.common_steps
+    """Return the choice that the search has, or SGD without one; `job`: the sections above."""
+    searches = job and job["learning_rate"].searches_first and job["parallel"].common_steps
     return OptimizerChoiceSection(name="auto") if searches else OptimizerChoiceSection()
 
 
 def _default_average(job: dict[str, Any]) -> Literal["auto"] | None:
-    """Return the average that shows what a decaying rate will bring; None for other policies.
-
-    `job`: the sections above, without those with an error.
-    """
-    optimizer, parallel = job.get("optimizer"), job.get("parallel")
-    learning_rate = job.get("learning_rate")
-    if learning_rate is None or optimizer is None or parallel is None:
-        return None
-    averages = learning_rate.is_found and parallel.common_steps
-    return "auto" if averages and not optimizer.is_schedule_free else None
+    """Return the average that shows what a decaying rate will bring, or none."""
+    averages = job and job["learning_rate"].is_found and job["parallel"].common_steps
+    return "auto" if averages and not job["optimizer"].is_schedule_free else None
 
 
 class TrackingSection(Section):
@@ -252,7 +238,7 @@ class Job(Section):
     """Use the channels_last memory format for images and convolutions."""
     compile: Compile = "auto"
     """torch.compile for the model, in its mode default or max-autotune (without CUDA graphs).
-    auto: default on GPUs for models with attention, else off. Compiled, dropout draws other
+    auto: default on GPUs for models with attention, else none. Compiled, dropout draws other
     random numbers."""
     workers: WorkersSection = Field(default_factory=WorkersSection)
     """The data-parallel training processes."""
@@ -327,12 +313,16 @@ class Job(Section):
         return self.data.any_samples and not self.task.is_classification
 
     @property
+    def decides_by_validation(self) -> bool:
+        """Whether the policy decides by the validation split."""
+        return self.learning_rate.has_candidates or self.learning_rate.follows_metric
+
+    @property
     def hold_out(self) -> HoldOut:
         """The validation split: a tenth where a policy decides by it, unless the job says."""
-        data = self.data
-        fraction = data.validation_fraction
+        fraction = self.data.validation_fraction
         if fraction is None:
-            fraction = 0.1 if self.learning_rate.needs_validation else 0.0
+            fraction = 0.1 if self.decides_by_validation else 0.0
         return HoldOut(fraction, only_in_search=self.learning_rate.searches_first)
 
     @property

@@ -23,7 +23,6 @@ from pydantic import (
 from pydantic.functional_validators import ModelWrapValidatorHandler
 
 from raytrain_opt.config.error_messages import SectionError, given, problems_of
-from raytrain_opt.config.yaml_loader import Word
 from raytrain_opt.errors import Problem
 
 
@@ -42,23 +41,6 @@ NonNegativeFloat = Annotated[Float, Field(ge=0)]
 Fraction = Annotated[Float, Field(ge=0, lt=1)]
 # A wait of more than a year is a mistake, and more than some clocks can count.
 Seconds = Annotated[Float, Field(gt=0, le=365 * 86400)]
-
-
-def _refuse_words(args: dict[str, Any]) -> dict[str, Any]:
-    values: list[Any] = [args]
-    while values:
-        value = values.pop()
-        if isinstance(value, Word):
-            raise ValueError(
-                f"{value} may be text or a truth value: write true or false, or quote it"
-            )
-        inner = value.values() if isinstance(value, Mapping) else value
-        values += inner if isinstance(value, Mapping | list | tuple) else []
-    return args
-
-
-# Arguments of a function or class.
-Args = Annotated[dict[str, Any], AfterValidator(_refuse_words)]
 
 
 def _refuse_variables(path: str) -> str:

@@ -9,7 +9,6 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from raytrain_opt.config.section import (
-    Args,
     BrokenRule,
     Fraction,
     NamedSection,
@@ -82,7 +81,7 @@ class OptimizerSection(NamedSection):
     biases and normalization), RMSpropWarmup (Akiba et al.: RMSprop at first, then momentum SGD;
     its times are in epochs), ScheduleFreeSGD or ScheduleFreeAdamW (Defazio et al.; at a constant
     rate), or a class of your own as package.module:Class."""
-    args: Args = Field(default_factory=_default_args)
+    args: dict[str, Any] = Field(default_factory=_default_args)
     """Keyword arguments of the optimizer, without lr. With Muon and AdamW, `weight_decay: auto`
     lets policy stpt_horizon choose the decay of each epoch by how well the network fits its
     training samples."""

@@ -1,8 +1,8 @@
 """Read and write YAML as job files use it: plain values only.
 
 On top of PyYAML's safe loader: a key given twice, tags, anchors and aliases are refused with their
-line; `1e-3` is a number (YAML 1.1 reads it as text), `2026-01-31` and `no` are text (YAML 1.1
-reads a date and false). What YAML 1.1 reads as another number than people do is refused, and so is
+line; `1e-3` is a number (YAML 1.1 reads it as text), `2026-01-31` is text (YAML 1.1 reads a date).
+What YAML 1.1 reads as another number than people do is refused, and so is
 a key without a value. Without aliases a small file cannot stand for a large value.
 """
 
@@ -24,7 +24,6 @@ from raytrain_opt.errors import JobError, Problem
 MAX_DEPTH = 50
 _FLOAT = "tag:yaml.org,2002:float"
 _BOOL = "tag:yaml.org,2002:bool"
-_STR = "tag:yaml.org,2002:str"
 _DATE = "tag:yaml.org,2002:timestamp"
 _EXPONENT = re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
 _TRUE_OR_FALSE = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
@@ -36,18 +35,16 @@ _UNCLEAR = (
         re.compile(r"^[-+]?[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?$"),
         "is a number of base 60 in YAML: quote the text, or write a duration such as 1h30min",
     ),
+    (
+        re.compile(r"^(?i:yes|no|on|off)$"),
+        "may be text or a truth value: write true or false, or quote the text",
+    ),
     (re.compile(r"^<<$"), "merges sections: repeat the values, or quote the text"),
     (re.compile(r"^~$"), "is no value in YAML: write null, or quote the text"),
     (re.compile(r"^$"), "a value is missing: write null for none, or remove the key"),
 )
 # Characters of a wrong line that an error shows.
 _MAX_SHOWN = 80
-
-
-class Word(str):
-    """Plain yes, no, on or off: text for a field of text, and true or false for one of these."""
-
-    __slots__ = ()
 
 
 class _Loader(yaml.SafeLoader):
@@ -106,11 +103,6 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def _construct_text(loader: _Loader, node: ScalarNode) -> str:
-    is_word = node.style is None and node.value.lower() in ("yes", "no", "on", "off")
-    return (Word if is_word else str)(node.value)
-
-
 for _kind in (_Loader, _Dumper):
     _kind.add_implicit_resolver(_FLOAT, _EXPONENT, list("-+.0123456789"))
 _Dumper.add_implicit_resolver(_FLOAT, _LEADING_ZERO, list("-+0"))
@@ -119,7 +111,6 @@ _Loader.yaml_implicit_resolvers = {
     for first, resolvers in _Loader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver(_BOOL, _TRUE_OR_FALSE, list("tTfF"))
-_Loader.add_constructor(_STR, _construct_text)
 
 
 def read_yaml(text: str, source: str) -> Any:

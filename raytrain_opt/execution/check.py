@@ -279,7 +279,7 @@ def _check_optimizers(section: OptimizerChoiceSection) -> list[Problem]:
 def _check_schedule(section: Any) -> list[Problem]:
     from raytrain_opt.search.factory import read_schedule
 
-    recorded = section.recorded
+    recorded = getattr(section, "schedule", None)
     return [] if recorded is None else problems_of(lambda: read_schedule(recorded))
 
 

@@ -75,13 +75,11 @@ class LearnerHandler:
     def _send_state(self, state_id: str) -> StateRef:
         return self.states.put(state_id, self.learner.state(copy=False))
 
-    def _load(self, ref: StateRef) -> bool:
-        """Load a state; return whether that was necessary."""
-        if ref.id == self._live_id:
-            return False
-        self._load_into_learner(ref)
-        self._live_id = ref.id
-        return True
+    def _load(self, ref: StateRef) -> None:
+        """Load a state that is not the learner's already."""
+        if ref.id != self._live_id:
+            self._load_into_learner(ref)
+            self._live_id = ref.id
 
     def _load_into_learner(self, ref: StateRef) -> None:
         self.learner.load(self.states.get(ref))

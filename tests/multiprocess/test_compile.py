@@ -60,7 +60,7 @@ def run_rank(rank: int, world_size: int, folder: Path) -> Results:
     if middle.is_file():
         compiled.load(pickle.loads(middle.read_bytes()))
     else:
-        for trained in (learner("off", world_size), compiled):
+        for trained in (learner("none", world_size), compiled):
             results[trained.compiled] = {
                 "loss": trained.train(1, Steps(0, LRS), own).loss,
                 "weights": [p.detach().clone() for p in trained.model.parameters()],
@@ -88,7 +88,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]
 
 def test_compiled_steps_equal_eager_ones_within_rounding(runs: list[list[dict[str, Any]]]) -> None:
     for rank in runs[0]:
-        eager, compiled = rank["off"], rank["default"]
+        eager, compiled = rank["none"], rank["default"]
         assert compiled["loss"] == pytest.approx(eager["loss"], rel=1e-4)
         torch.testing.assert_close(compiled["weights"], eager["weights"], rtol=1e-4, atol=1e-5)
 

@@ -205,7 +205,7 @@ def test_validate_prints_a_summary_of_the_job(job_file: str) -> None:
     assert result.exit_code == 0
     assert result.stdout.startswith(f"{job_file}: valid\n")
     assert "8 = 2 workers x 4" in result.stdout
-    assert "linear decay; its peak is searched, starting at 0.1" in result.stdout
+    assert "stpt_horizon, shape linear, initial 0.1" in result.stdout
 
 
 def test_validate_names_classes_and_what_is_left_out(tmp_path: Path) -> None:
@@ -252,10 +252,13 @@ def test_the_summary_of_a_job_with_a_time_limit_names_the_time(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["learning_rate={policy: schedule, shape: linear}"], "linear from 0.1"),
+        (
+            ["learning_rate={policy: schedule, shape: linear}"],
+            "schedule, shape linear, initial 0.1",
+        ),
         (
             ["learning_rate={policy: stpt, candidates: [2, 1], alpha: 100}"],
-            "candidates [2.0, 1.0], alpha 100",
+            "stpt, initial 0.1, candidates [2.0, 1.0], alpha 100",
         ),
         (
             [SEARCH],

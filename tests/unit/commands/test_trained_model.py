@@ -18,11 +18,12 @@ from torchvision.transforms.v2 import functional
 
 from raytrain_opt import Job, cli, load_model, run, storage
 from raytrain_opt.commands.evaluate import evaluate_runs
-from raytrain_opt.commands.export import FORMATS, Format, export
+from raytrain_opt.commands.export import FORMATS, Run, export
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.data.images import center_crop, stretch
 from raytrain_opt.data.transforms import Preprocessing, describe_input, make_transform
 from raytrain_opt.errors import CheckpointError, DataError, JobError, RaytrainOptError
+from raytrain_opt.train.trained_model import TrainedModel
 from tests.support.cli_errors import command_error
 from tests.support.s3_server import S3Server
 from tests.support.small_jobs import small_job
@@ -252,7 +253,7 @@ class TiedNetwork(nn.Sequential):
 def test_tied_weights_are_exported_as_safetensors(tmp_path: Path) -> None:
     run_dir = trained(tmp_path, model=f"{__name__}:TiedNetwork")
     model = load_model(run_dir, device="cpu", trust=True)
-    assert export(model, "safetensors", f"{tmp_path}/tied").outputs == 0
+    assert export(model, "safetensors", f"{tmp_path}/tied")[0] == 0
     with safe_open(f"{tmp_path}/tied", "pt") as file:
         assert torch.equal(file.get_tensor("1.weight"), file.get_tensor("2.weight"))
 
@@ -309,7 +310,7 @@ def test_an_export_compares_a_picture_with_predict(
         output = invoke("export", run_dir, "--format", "safetensors", "--output", f"{tmp_path}/a")
         assert "has the probabilities of predict (largest difference" in output.stdout
         model = load_model(run_dir, device="cpu")
-        assert (export(model, "safetensors", f"{tmp_path}/a").probabilities or 0) < 0.1
+        assert (export(model, "safetensors", f"{tmp_path}/a")[1] or 0) < 0.1
     (tmp_path / "a").unlink()
 
     def without_scaling(*arguments: Any) -> dict[str, Any]:
@@ -327,7 +328,10 @@ def test_a_network_that_exports_wrongly_writes_no_file(
     digits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load_model(digits, device="cpu")
-    wrong = Format("bin", lambda model, _: (b"wrong", lambda x: model.network(x) + len(x)))
+
+    def wrong(model: TrainedModel, _: torch.Tensor) -> tuple[bytes, Run]:
+        return b"wrong", lambda x: model.network(x) + len(x)
+
     monkeypatch.setitem(FORMATS, "safetensors", wrong)
     with pytest.raises(RaytrainOptError, match="computes something else"):
         export(model, "safetensors", str(tmp_path / "model"))

@@ -276,7 +276,7 @@ def test_later_overrides_win_and_the_mapping_stays_unchanged() -> None:
         ("epochs", "--set", "the form section.key=value"),
         ("=3", "--set", "the form section.key=value"),
         ("a..b=3", "--set", "the form section.key=value"),
-        ("a." * 9999 + "b=3", "--set", "at most 50 levels"),
+        ("a." * 9999 + "b=3", "--set", "with at most 50 levels"),
         ("name=x=y", "name", "(given: 'x=y')"),
         ("epochs=[", "--set epochs", "expected the node content"),
         ("epochs=!!int 3", "--set epochs", "tags"),
@@ -292,7 +292,7 @@ def test_later_overrides_win_and_the_mapping_stays_unchanged() -> None:
         ("data={name: image_folder, root: $D/x}", "data.root", "$D is not replaced"),
         ("data={name: shards, train: $D, test: b}", "data.train", "$D is not replaced"),
         ("data={name: arrays, train: [a, b], test: [c, $D]}", "data.test.1", "$D is not"),
-        ("model.args={a: {b: [no]}}", "model.args", "no may be text or a truth value"),
+        ("model.args={a: [no]}", "--set model.args", "no may be text or a truth value"),
         ("data.augment.mixup=.nan", "data.augment.mixup", "finite"),
         ("epoch=3", "epoch", "did you mean 'epochs'?"),
     ],
@@ -305,13 +305,11 @@ def test_wrong_overrides(override: str, path: str, words: str) -> None:
     assert words in str(caught.value)
 
 
-def test_yes_and_no_are_what_their_field_takes() -> None:
-    lines = ["name: NO", "channels_last: 'no'", "compile: off"]
-    job = parse_job("\n".join([*(f"{key}: {value}" for key, value in BASE.items()), *lines]))
-    assert (job.name, job.channels_last, job.compile) == ("NO", False, "off")
+def test_quoted_words_are_text_or_truth_values() -> None:
+    values = ["name='NO'", "channels_last='no'", "model.args={a: 'no', b: [null]}"]
+    job = parse_job(BASE, overrides=values)
+    assert (job.name, job.channels_last, job.model.args) == ("NO", False, {"a": "no", "b": [None]})
     assert parse_job(dump_job(job)) == job
-    args = parse_job(BASE, overrides=["model.args={a: 'no', b: [null]}"]).model.args
-    assert args == {"a": "no", "b": [None]}
 
 
 def test_a_list_of_candidates_is_of_a_size_that_can_be_tried() -> None:

@@ -36,10 +36,10 @@ class FakeLearner:
         micro_batches=1,
         precision="fp32",
         channels_last=False,
-        compile="off",
+        compile="none",
     )
     info = SimpleNamespace(sample_shape=(1,))
-    compiled = "off"
+    compiled = "none"
     kernels: tuple[str, ...] = ()
     data = SimpleNamespace(processes=0)
     optimizer = torch.optim.SGD([torch.zeros(1)], foreach=True)

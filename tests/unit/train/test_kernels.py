@@ -87,7 +87,7 @@ def test_auto_knows_the_transformers_of_timm(name: str) -> None:
         ("auto", build("swin_t"), CUDA, True),
         ("auto", build("resnet18"), CUDA, False),
         ("auto", nn.Linear(2, 2), CUDA, False),
-        ("off", nn.MultiheadAttention(4, 1), CUDA, False),
+        ("none", nn.MultiheadAttention(4, 1), CUDA, False),
         ("default", nn.Linear(2, 2), CPU, True),
         ("max-autotune", nn.Linear(2, 2), CPU, True),
     ],
@@ -96,7 +96,7 @@ def test_auto_compiles_transformers_on_a_gpu(
     setting: Compile, model: nn.Module, device: torch.device, compiled: bool
 ) -> None:
     assert compile_model(setting, model, device) == (
-        "off" if not compiled else "default" if setting == "auto" else setting
+        "none" if not compiled else "default" if setting == "auto" else setting
     )
     assert (model._compiled_call_impl is not None) == compiled
 

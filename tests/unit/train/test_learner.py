@@ -423,7 +423,7 @@ def test_a_compiled_model_survives_other_states_rates_and_optimizers(
 
     monkeypatch.setitem(COMPILE_ARGUMENTS, "default", {"backend": count_graphs})
     job = {"optimizer": {"name": "auto", "candidates": ["SGD", "AdamW"]}, "average": "auto"}
-    compiled, eager = (learner(net_with_norm, compile=c, **job) for c in ("default", "off"))
+    compiled, eager = (learner(net_with_norm, compile=c, **job) for c in ("default", "none"))
     assert not graphs
     for trained in (compiled, eager):
         trained.train(1, Steps(0, LRS), all_of(2))
