@@ -267,16 +267,19 @@ def export(run_dir: str, name: str, output: str | None, trust: bool) -> None:
     Example: raytrain-opt export runs/quickstart-* --format torch_export --output digits.pt2
     """
     from raytrain_opt.commands.export import export as export_model
+    from raytrain_opt.commands.export import first_test_image
     from raytrain_opt.train.trained_model import load_for
 
     model = load_for("raytrain-opt export", run_dir, "cpu", trust)
     path = output or f"model.{name}"
-    outputs, picture = export_model(model, name, path)
+    picture = first_test_image(run_dir)
+    outputs, difference = export_model(model, name, path, picture)
     error = f"largest relative difference {outputs:.1g}" if outputs else "equal bits"
     _echo(f"{path}: {model.checkpoint}; its outputs match ({error})")
-    if picture is not None:
-        text = "a picture prepared as its metadata say has the probabilities of predict"
-        _echo(f"{text} (largest difference {picture:.1g})")
+    if difference is not None:
+        source = "a picture of the test set" if picture else "a made-up picture"
+        text = f"{source}, prepared as its metadata say, has the probabilities of predict"
+        _echo(f"{text} (largest difference {difference:.1g})")
 
 
 @main.command()

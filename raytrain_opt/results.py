@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 # What is evaluated.
-Split = Literal["validation", "test"]
+# `final`: looked at once, after the training.
+Split = Literal["validation", "test", "final"]
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,8 @@ class Predictions:
     labels: npt.NDArray[np.int32]  # [samples]
     classes: npt.NDArray[np.int32]  # [samples]
     confidences: npt.NDArray[np.float32]  # [samples], probabilities of the classes
-    mistakes: dict[int, bytes | None]  # JPEG of the most confident by position; None: no image
+    # The most confident by position: JPEG, and file; None: no image, no file of its own.
+    mistakes: dict[int, tuple[bytes | None, str | None]]
 
     @classmethod
     def join(cls, parts: Sequence[Predictions | None]) -> Predictions | None:

@@ -75,20 +75,11 @@ class AsynchronousTraining:
         )
         message_share = max(worker.message_share for worker in metrics)
         self._granularity.measured(totals.samples / totals.duration_s, message_share)
-        parallel: dict[str, object] = {
-            "mode": "async",
-            "workers": len(metrics),
-            "micro_batches": [worker.micro_batches for worker in metrics],
-            "micro_batches_per_step": phase.micro_batches,
-            "shards": len(self._server.shards),
-            "compression": self._config.parallel.compression,
-        }
         return TrainingOutcome(
             state,
             totals,
             {**timings_s, **stopwatch.timings_s},
             len(metrics),
-            parallel,
             staleness,
         )
 

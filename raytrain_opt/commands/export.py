@@ -14,14 +14,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from raytrain_opt.config.load import load_job
+from raytrain_opt.data import load_shared_data
+from raytrain_opt.data.source import ImageSource
 from raytrain_opt.data.transforms import describe_input
-from raytrain_opt.errors import JobError, Problem, RaytrainOptError
+from raytrain_opt.errors import DataError, JobError, Problem, RaytrainOptError
 from raytrain_opt.storage import local_path, write_bytes
-from raytrain_opt.train.trained_model import TrainedModel
+from raytrain_opt.train.trained_model import TrainedModel, find_weights
 
 # Sizes of the batches of the check: one, and not the one that the network is traced with.
 _BATCH_SIZES = (1, 3)
@@ -36,20 +39,24 @@ Run = Callable[[Tensor], Tensor]
 Convert = Callable[[TrainedModel, Tensor], tuple[bytes, Run]]
 
 
-def export(model: TrainedModel, name: str, path: str) -> tuple[float, float | None]:
+def export(
+    model: TrainedModel, name: str, path: str, picture: bytes | None = None
+) -> tuple[float, float | None]:
     """Write the network as format `name`; return the largest differences that its check measured.
 
     Of outputs, in parts of the largest one; and of the probabilities of a picture prepared as the
     file's metadata say, by another library, to what `predict` says; None for other inputs. `model`
-    is on the CPU. Raises JobError when packages for the format are missing, RaytrainOptError when
-    the network cannot be exported or computes something else; then no file is written.
+    is on the CPU. `picture`: an image file; default is one that is made up. Raises JobError when
+    packages for the format are missing, RaytrainOptError when the network cannot be exported or
+    computes something else; then no file is written.
     """
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(n, *model.sample_shape, generator=generator) for n in (2, *_BATCH_SIZES)]
     try:
         content, exported = FORMATS[name](model, inputs[0])
         difference = max(_difference(model.network, exported, x) for x in inputs)
-        from_file = _file_difference(model, exported) if model.preprocessing.is_image else None
+        is_image = model.preprocessing.is_image
+        from_file = _file_difference(model, exported, picture) if is_image else None
     except ImportError as error:
         rule = f"needs packages that are not installed: {error}"
         hint = "pip install 'raytrain_opt[onnx]'"
@@ -70,19 +77,33 @@ def export(model: TrainedModel, name: str, path: str) -> tuple[float, float | No
     return difference, from_file
 
 
-def _file_difference(model: TrainedModel, exported: Run) -> float:
+def first_test_image(run: str) -> bytes | None:
+    """Return the first image file of a run's test set; None if this machine has none of it."""
+    job_file = find_weights(run, "RUN_DIR").job_file
+    data = load_job(job_file).data if job_file.is_file() else None
+    if data is None or not data.on_nodes:
+        return None
+    try:
+        source = load_shared_data(data)
+        return source.content("test", 0) if isinstance(source, ImageSource) else None
+    except (DataError, OSError, ValueError):  # on another machine, or damaged
+        return None
+
+
+def _file_difference(model: TrainedModel, exported: Run, picture: bytes | None) -> float:
     """Return how far the probabilities of an image file differ from those of `predict`.
 
     Raises RaytrainOptError if its prepared pixels do: then the metadata describe something else.
     """
-    # Smooth, not square, and not so large that the decoder itself would halve it.
     _, height, width = model.sample_shape
-    rows, columns = np.mgrid[0 : height * 5 // 4, 0 : width * 3 // 2] / (width * 3 // 2)
-    waves = [np.sin(9 * rows + phase) * np.cos(7 * columns) for phase in (0.0, 1.0, 2.0)]
-    image = Image.fromarray((127.5 * (1 + np.stack(waves, 2))).astype(np.uint8))
-    image.save(file := io.BytesIO(), "PNG")
+    image = _waves(height, width)
+    if picture is not None:
+        image = ImageOps.exif_transpose(Image.open(io.BytesIO(picture))).convert("RGB")
+    # A decoder halves larger ones, which other libraries do not.
+    factor = max(1, min(image.height // (2 * height), image.width // (2 * width)))
+    small = image.reduce(factor)
     steps = json.loads(_metadata(model)["raytrain_opt"])["input"]
-    x, expected = prepare(image, steps), model.preprocess([file.getvalue()])
+    x, expected = prepare(small, steps), model.preprocess([small])
     scale = 255 * torch.tensor(steps.get("then_divide_by", [1.0])).view(-1, 1, 1)
     pixels = float((scale * (x - expected)).abs().max())
     if not pixels <= _PIXEL_TOLERANCE:
@@ -91,8 +112,15 @@ def _file_difference(model: TrainedModel, exported: Run) -> float:
             f"{pixels:.3g} of 255; no file was written"
         )
     with torch.no_grad():
-        output = exported(x).float().softmax(dim=1)
-    return float((output - model.classify(expected)).abs().max())
+        output = exported(prepare(image, steps)).float().softmax(dim=1)
+    return float((output - model.probabilities([picture or image])).abs().max())
+
+
+def _waves(height: int, width: int) -> Image.Image:
+    """Return a smooth picture that is not square."""
+    rows, columns = np.mgrid[0 : height * 5 // 4, 0 : width * 3 // 2] / (width * 3 // 2)
+    waves = [np.sin(9 * rows + phase) * np.cos(7 * columns) for phase in (0.0, 1.0, 2.0)]
+    return Image.fromarray((127.5 * (1 + np.stack(waves, 2))).astype(np.uint8))
 
 
 def prepare(image: Image.Image, steps: Mapping[str, Any]) -> Tensor:

@@ -111,7 +111,8 @@ def _find_data(
     with_classes = [name for name in folders if class_folders(folder / name, Counter())]
     words = {word: name for name in with_classes for word in _words(name)}
     names = {split: words[word] for word, split in reversed(_SPLITS.items()) if word in words}
-    unread = [name for name in folders if "train" in names and name not in names.values()]
+    read = {*names.values(), words.get("test")}  # beside a validation set, `test` is a third one
+    unread = [name for name in folders if "train" in names and name not in read]
     unread = [f"folders that are not read: {first_of(unread)}"] if unread else []
     if label_column is None:
         if arrays := _find_arrays(folder, notes):
@@ -227,8 +228,11 @@ def _read_table(
         raise ValueError(f"{rule} with {first_of(values)}" if values else rule)
     notes[-1] += f", the class by {labels[0]}" + "".join(f", the set by {n}" for n in splits)
     rows = [(find(row, of_files), row[labels[0]].strip(), row) for _, row in lines]
+    sets, of_splits = dict(_SPLITS), words[splits[0]] if splits else set()
+    if tests := {"test", "testing"} & of_splits:
+        sets |= dict.fromkeys((w for w in of_splits - tests if sets[w] == "test"), "val")
     found = [
-        (image, label, _SPLITS[row[splits[0]].strip().lower()] if splits else "train")
+        (image, label, sets[row[splits[0]].strip().lower()] if splits else "train")
         for image, label, row in rows
         if image and label
     ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from raytrain_opt.data.transforms import MeanStd, Preprocessing
 
 # The sets of a source: the validation split of `results.Split` is cut from "train".
-SourceSplit = Literal["train", "test"]
+SourceSplit = Literal["train", "test", "final"]
 # Of gray and color images, and of color with alpha.
 CHANNELS = (1, 3, 4)
 # Classes that are printed.
@@ -48,7 +48,7 @@ class Batch:
     samples, `weight` belongs to y and the rest to `other_y`. `relative_size`: number of samples
     over the mean of the step's micro-batches, which is not 1 in the last step of an epoch only.
     For the Datasets of a user's task, x is the nesting of tensors that their samples have, and y
-    is None. `samples`: number of samples, of batches that a user's function collated.
+    is None. `indices`: numbers of the samples in their set, where they were read one at a time.
     """
 
     x: Any
@@ -57,7 +57,7 @@ class Batch:
     other_y: torch.Tensor | None = None
     weight: float = 1.0
     relative_size: float = 1.0
-    samples: int | None = None
+    indices: Sequence[int] | None = None
 
     @property
     def content(self) -> Any:
@@ -70,14 +70,15 @@ class Batch:
     @property
     def size(self) -> int:
         """Number of samples."""
-        return len(next(leaves(self.x))) if self.samples is None else self.samples
+        return len(next(leaves(self.x)) if self.indices is None else self.indices)
 
 
 @dataclass(frozen=True)
 class DataInfo:
     """Sizes of the splits in samples, and the shape of one sample as the model sees it.
 
-    `train_size` samples are trained on, `search_size` of them by candidates. `class_names`: none
+    `train_size` samples are trained on, `search_size` of them by candidates; `final_size` are
+    looked at once, after the training. `class_names`: none
     if the data have no names. `class_counts`: training samples of each class; empty for the user's
     Datasets without `targets`. `digest`: of the samples as their source knows them, where the
     driver has read them. `notes`: lines about what was left out and how shapes were read.
@@ -90,6 +91,7 @@ class DataInfo:
     search_size: int
     validation_size: int
     test_size: int
+    final_size: int = 0
     class_names: tuple[str, ...] = ()
     class_counts: tuple[int, ...] = ()
     preprocessing: Preprocessing | None = None
@@ -132,14 +134,16 @@ class DataSource(ABC):
 
     `sample_shape`: of an x for the model. `is_image`: x are uint8 [height, width, channels].
     `is_cropped`: tests take the center of each image. `labels`: classes of the training samples,
-    if they are known. `lengths`: of the training samples, by which `window` global batches are
-    sorted together. `field`: of the job, which errors of labels and samples name.
+    if they are known. `final_size`: samples of the set that is looked at once. `lengths`: of the
+    training samples, by which `window` global batches are sorted together. `field`: of the job,
+    which errors of labels and samples name.
     """
 
     field: str
     num_classes: int
     sample_shape: tuple[int, ...]
     labels: Indices | None
+    final_size: int = 0
     is_image: bool = False
     is_cropped: ClassVar[bool] = False
     class_names: tuple[str, ...] = ()
@@ -151,6 +155,10 @@ class DataSource(ABC):
     @abstractmethod
     def size(self, split: SourceSplit) -> int:
         """Return the number of samples."""
+
+    def file(self, split: SourceSplit, index: int) -> str | None:
+        """Return the file of a sample, for people; None if it has none of its own."""
+        return None
 
     @abstractmethod
     def digest(self) -> str:
@@ -195,7 +203,11 @@ class TrainingData(ABC):
             lengths=source.lengths,
             window=source.window,
         )
-        self._test = np.arange(source.size("test"))
+        self._sets = {
+            "test": np.arange(source.size("test")),
+            "final": np.arange(source.final_size),
+            "validation": self._split.validation,
+        }
         shape = source.sample_shape
         self._augment = transforms.Augmentation(
             section.augment, seed, shape, is_uint8=source.is_image
@@ -211,7 +223,8 @@ class TrainingData(ABC):
             source.num_classes,
             shape,
             *self._split.sizes,
-            test_size=len(self._test),
+            test_size=source.size("test"),
+            final_size=source.final_size,
             class_names=source.class_names,
             class_counts=count_classes(labels, source.num_classes, source.field),
             preprocessing=preprocessing,
@@ -255,8 +268,7 @@ class TrainingData(ABC):
         """
 
     def _rank_samples(self, split: Split, rank: int, world_size: int) -> Indices:
-        samples = self._test if split == "test" else self._split.validation
-        return sampling.rank_indices(samples, rank, world_size)
+        return sampling.rank_indices(self._sets[split], rank, world_size)
 
     @abstractmethod
     def first_samples(self, split: SourceSplit, count: int = 2) -> Batch:

@@ -57,7 +57,7 @@ class LoadedBatch(NamedTuple):
     skipped: int
     error: DataError | UserCodeError | None
     load_s: float = 0.0
-    samples: int = 0
+    indices: Sequence[int] = ()
 
 
 class BatchReader(Dataset[Sample]):
@@ -90,6 +90,7 @@ class BatchReader(Dataset[Sample]):
 
     def _load(self, request: BatchRequest) -> LoadedBatch:
         samples: list[Sample] = []
+        indices: list[int] = []
         reason = ""
         augment = request.purpose is Purpose.TRAIN_SAMPLE
         keys = request.keys or request.indices
@@ -101,6 +102,7 @@ class BatchReader(Dataset[Sample]):
                     x, label = sample
                     sample = self._policy(x.permute(2, 0, 1)).permute(1, 2, 0), label
                 samples.append(sample)
+                indices.append(index)
             except DataError:
                 raise
             except Exception as error:
@@ -114,7 +116,7 @@ class BatchReader(Dataset[Sample]):
             return LoadedBatch((), len(request.indices), DataError(self._source.field, rule))
         skipped = len(request.indices) - len(samples)
         content = self._source.collate(request.split, samples)
-        return LoadedBatch(content, skipped, None, samples=len(samples))
+        return LoadedBatch(content, skipped, None, indices=indices)
 
     def _read(self, request: BatchRequest, index: int, key: int, content: bytes | None) -> Sample:
         """Read a sample with its random numbers; again, if that has created a generator."""

@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import lru_cache
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -107,16 +107,7 @@ class ImageFolderSource(ImageSource):
         if section.labels is not None:
             self._folders = _read_labels(section, section.labels)
         else:
-            train, test = _open_folders(section, left_out)
-            if train.classes != test.classes:
-                rule = (
-                    f"{section.train_split} and {section.test_split} below {section.root} must "
-                    "have the same class folders; only one of them has: "
-                    f"{_names(set(train.classes) ^ set(test.classes))}; if the test set has no "
-                    "labels, move it away: init then takes a fifth of the training set as test set"
-                )
-                raise DataError(self.field, rule)
-            self._folders = {"train": train, "test": test}
+            self._folders = _open_folders(section, left_out)
         if section.color_only:
             self._folders = {split: _in_color(files) for split, files in self._folders.items()}
             train = self._folders["train"]
@@ -127,6 +118,11 @@ class ImageFolderSource(ImageSource):
                 raise DataError("data.color_only", f"leaves no image of {gray[0]}: all are gray")
         self._root = os.fsencode(f"{Path(section.root).expanduser().absolute()}/")
         self.notes = left_out_note(left_out)
+        if "final" in self._folders:
+            self.final_size = self.size("final")
+            self.notes += (f"test: {self.final_size:,} images are looked at once, at the end",)
+        elif section.labels is None and _has_third_folder(section):
+            self.notes += ("test: is not used, as its class folders are not those of training",)
         self.labels = self._folders["train"].labels
         self.class_names = tuple(self._folders["train"].classes)
         for name in self.class_names:
@@ -143,6 +139,11 @@ class ImageFolderSource(ImageSource):
 
     def content(self, split: SourceSplit, index: int) -> bytes:
         return read_image_file(self._folders[split][index][0])
+
+    def file(self, split: SourceSplit, index: int) -> str:
+        """Return the path of an image below data.root."""
+        path = self._folders[split][index][0]
+        return printable(path.removeprefix(os.fsdecode(self._root)))
 
     def describe(self, split: SourceSplit, index: int) -> str:
         """Return the file and its class, for an error message."""
@@ -286,37 +287,42 @@ def _read_labels(section: ImageFolderData, path: str) -> dict[SourceSplit, Image
         if content is None:
             raise ValueError("does not exist")
         files = _listed_files(content, os.path.abspath(os.path.expanduser(section.root)))
-        for split, of_split in files.items():
+        # Of three sets, val is evaluated after each epoch.
+        tests = {"test": files["val"] or files["test"]}
+        if files["val"] and files["test"]:
+            tests["final"] = files["test"]
+        for split, of_split in {"train": files["train"], "test": tests["test"]}.items():
             if not of_split:
                 raise ValueError(f"has no file of split {split}")
         classes = sorted({label for _, label in files["train"]})
         numbers = {name: number for number, name in enumerate(classes)}
-        if unknown := {label for _, label in files["test"]} - numbers.keys():
+        if unknown := {y for of_split in tests.values() for _, y in of_split} - numbers.keys():
             raise ValueError(f"has labels that only test files have: {_names(unknown)}")
     except StorageError as error:
         raise DataError("data.labels", str(error)) from error
     except ValueError as error:
         raise DataError("data.labels", f"{path} {error}") from error
+    sets = {"train": files["train"], **tests}
     return {
-        split: ImageFiles(classes, ((file, numbers[label]) for file, label in of_split))
-        for split, of_split in files.items()
+        cast(SourceSplit, split): ImageFiles(classes, ((f, numbers[y]) for f, y in of_split))
+        for split, of_split in sets.items()
     }
 
 
-def _listed_files(content: bytes, root: str) -> dict[SourceSplit, list[tuple[str, str]]]:
+def _listed_files(content: bytes, root: str) -> dict[str, list[tuple[str, str]]]:
     """Return path and label of the files of each split. Raises ValueError that names the line."""
     columns, rows = read_table(content)
     if not set(COLUMNS) <= set(columns):
         names = ", ".join(map(shorten, columns[:10]))
         rule = "needs a first line with the names file, label and split"
         raise ValueError(f"{rule}; it has {names}")
-    files: dict[SourceSplit, list[tuple[str, str]]] = {"train": [], "test": []}
+    files: dict[str, list[tuple[str, str]]] = {"train": [], "val": [], "test": []}
     seen: dict[str, int] = {}
     real_directory = lru_cache(4096)(os.path.realpath)
     for line, row in rows:
         file, label, split = row["file"], row["label"].strip(), row["split"].strip()
         if split not in files or not label:
-            rule = "needs a label, and the split train or test; it has"
+            rule = "needs a label, and the split train, val or test; it has"
             values = f"{shorten(label)!r}, {shorten(split)!r}"
             raise ValueError(f"line {line}: {shorten(file)} {rule} {values}")
         path = os.path.normpath(os.path.join(root, file))
@@ -335,18 +341,47 @@ def _listed_files(content: bytes, root: str) -> dict[SourceSplit, list[tuple[str
     return files
 
 
-def _open_folders(section: ImageFolderData, left_out: Counter[str]) -> Iterator[ImageFiles]:
-    """Yield the training and the test set."""
+def _open_folders(
+    section: ImageFolderData, left_out: Counter[str]
+) -> dict[SourceSplit, ImageFiles]:
+    """Return the training and the test set, and a third set, if there is a folder `test` too."""
     seen: dict[str, str] = {}
-    for field in ("train_split", "test_split"):
-        folder = Path(section.root).expanduser() / getattr(section, field)
+    root = Path(section.root).expanduser()
+
+    def open_folder(field: str) -> ImageFiles:
+        folder = root / getattr(section, field)
         if not folder.is_dir():
             rule = "image_folder needs data.root/<split>/<class>/<image files>, on every node"
             raise DataError(f"data.{field}", f"there is no folder {folder.absolute()}; {rule}")
         try:
-            yield list_folder(folder, left_out, seen)
+            return list_folder(folder, left_out, seen)
         except OSError as error:
             raise DataError(f"data.{field}", f"{folder} has no usable images: {error}") from error
+
+    train, test = open_folder("train_split"), open_folder("test_split")
+    if odd := set(train.classes) ^ set(test.classes):
+        rule = (
+            f"{section.train_split} and {section.test_split} below {section.root} must have the "
+            f"same class folders; only one of them has: {_names(odd)}; if the test set has no "
+            "labels, move it away: init then takes a fifth of the training set as test set"
+        )
+        raise DataError("data.root", rule)
+    folders: dict[SourceSplit, ImageFiles] = {"train": train, "test": test}
+    if _has_third_folder(section):
+        try:
+            final = list_folder(root / "test", left_out, seen)
+        except FileNotFoundError:  # without labels
+            return folders
+        except OSError as error:
+            raise DataError("data.root", str(error)) from error
+        if final.classes == train.classes:
+            folders["final"] = final
+    return folders
+
+
+def _has_third_folder(section: ImageFolderData) -> bool:
+    is_free = "test" not in (section.train_split, section.test_split)
+    return is_free and (Path(section.root).expanduser() / "test").is_dir()
 
 
 def _names(classes: set[str]) -> str:

@@ -84,7 +84,7 @@ class InMemoryData(TrainingData):
         self, split: Split, rank: int, world_size: int, batch_size: int
     ) -> Iterator[Batch]:
         """See `TrainingData.eval_batches`."""
-        store = self._test_store if split == "test" else self._train_store
+        store = self._train_store if split == "validation" else self._test_store
         samples = self._rank_samples(split, rank, world_size)
         for start in range(0, len(samples), batch_size):
             x, y = store.take(samples[start : start + batch_size], self.on_copy)
@@ -93,7 +93,7 @@ class InMemoryData(TrainingData):
     def first_samples(self, split: SourceSplit, count: int = 2) -> Batch:
         """See `TrainingData.first_samples`."""
         is_train = split == "train"
-        indices = self._split.training if is_train else self._test
+        indices = self._split.training if is_train else self._sets["test"]
         store = self._train_store if is_train else self._test_store
         x, y = store.take(np.resize(indices[:count], count), no_op)
         return Batch(self._transform(x), y)

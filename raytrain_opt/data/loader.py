@@ -43,7 +43,11 @@ _FETCHED_AHEAD = 4
 # More would cost seconds with large images.
 _CHECKED_SAMPLES = 16
 # Of samples that are read without augmentation.
-_PURPOSES = {"train": Purpose.VALIDATION_SAMPLE, "test": Purpose.TEST_SAMPLE}
+_PURPOSES = {
+    "train": Purpose.VALIDATION_SAMPLE,
+    "test": Purpose.TEST_SAMPLE,
+    "final": Purpose.TEST_SAMPLE,
+}
 # More than the mean needs, as batches differ.
 _SPARE = 1.25
 
@@ -114,7 +118,7 @@ class DataLoaderData(TrainingData):
         random numbers each time. A batch of which no sample can be read is passed over, unless
         all are like that.
         """
-        source_split: SourceSplit = "test" if split == "test" else "train"
+        source_split: SourceSplit = "train" if split == "validation" else split
         samples = self._rank_samples(split, rank, world_size)
 
         def requests() -> Iterator[BatchRequest]:
@@ -127,7 +131,7 @@ class DataLoaderData(TrainingData):
 
     def first_samples(self, split: SourceSplit, count: int = 2) -> Batch:
         """See `TrainingData.first_samples`; a few others, spread over the set, are read too."""
-        every = self._test if split == "test" else self._split.training
+        every = self._sets["test"] if split == "test" else self._split.training
         spread = np.linspace(0, len(every) - 1, _CHECKED_SAMPLES).astype(np.int64)
         indices = every[np.unique(spread)].tolist()
         loaded = self._read_here(split, indices)
@@ -160,9 +164,9 @@ class DataLoaderData(TrainingData):
     def _to_device(self, loaded: LoadedBatch) -> Batch:
         content, skipped = self._copy(loaded.content), loaded.skipped
         if not self.source.has_pairs:
-            return Batch(content, None, skipped, samples=loaded.samples)
+            return Batch(content, None, skipped, indices=loaded.indices)
         x, y = content
-        return Batch(self._transform(x), y, skipped, samples=loaded.samples)
+        return Batch(self._transform(x), y, skipped, indices=loaded.indices)
 
     def _batches(
         self, requests: Iterator[BatchRequest], *, evaluation: bool = False

@@ -77,6 +77,12 @@ class CheckpointWriter:
         """The last checkpoint on disk."""
         return self._checkpoints.latest
 
+    @property
+    def best(self) -> Checkpoint | None:
+        """The checkpoint on disk with the best metric."""
+        scored = ((c.score, c.epoch, c) for c in self._checkpoints.saved if c.score is not None)
+        return max(scored, default=(None, None, None))[-1]
+
     def save(
         self, state: TrainingState, progress: RunProgress, score: float | None = None
     ) -> None:

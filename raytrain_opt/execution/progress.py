@@ -66,7 +66,6 @@ class RunProgress:
     search_samples: int = 0  # the search cost: all but `kept_samples`
     kept_samples: int = 0  # trained on the way to the present weights
     partial_epoch: PartialEpoch = PartialEpoch()
-    parallel: dict[str, Any] = field(default_factory=dict)  # how gradients were exchanged
     data: DataFingerprint | None = None  # that were trained on
     job: dict[str, Any] | None = None  # every field of the job, by its path
 

@@ -83,7 +83,7 @@ def finish(run: TrainingRun) -> RunResult:
     run.stop.progress(math.inf)  # the report takes the time that it needs
     run_dir = str(run.paths.local)
     epochs = run.length.records
-    record = _result(run, epochs)
+    record = _result(run, epochs, run.evaluate_best())
     run.recorder.close()
     report = try_write_report(run_dir, run.paths.shown, record)
     write_text(run.paths.ending, "")
@@ -108,7 +108,9 @@ def finish(run: TrainingRun) -> RunResult:
     )
 
 
-def _result(run: TrainingRun, epochs: Sequence[EpochRecord]) -> ResultRecord:
+def _result(
+    run: TrainingRun, epochs: Sequence[EpochRecord], final_set: dict[str, float]
+) -> ResultRecord:
     best = best_epoch(epochs)
     progress = run.progress
     noise = [e.noise_scale for e in epochs if e.noise_scale is not None]
@@ -120,6 +122,7 @@ def _result(run: TrainingRun, epochs: Sequence[EpochRecord]) -> ResultRecord:
         steps_per_epoch=run.steps.first,
         final=EpochResult.from_values(vars(epochs[-1])),
         best=None if best is None else EpochResult.from_values(vars(best)),
+        final_set=final_set,
         search=SearchResult(
             samples=progress.search_samples,
             main_samples=progress.kept_samples,
@@ -130,7 +133,6 @@ def _result(run: TrainingRun, epochs: Sequence[EpochRecord]) -> ResultRecord:
         wall_s=run.event_log.elapsed_s(),
         time_to_first_step_s=run.startup.marks_s.get("first_step_s"),
         startup_s=dict(run.startup.marks_s),
-        parallel=progress.parallel,
         noise_scale=pool_noise_scales(noise) if noise else None,
         restarts={pool.name: pool.restarts() for pool in run.pools.all},
         versions=versions(),
@@ -170,6 +172,7 @@ def _facts(run: TrainingRun, record: ResultRecord, report: str) -> list[tuple[st
     facts = [
         ("trained with", f"{record.final.optimizer}, rates up to {rate(record.final.lr_peak)}"),
         ("best epoch", _best_epoch(record)),
+        *_final_set(record),
         ("wall time", duration(record.wall_s)),
         ("search cost", f"{cost} of the training's samples"),
         ("report", _shorten(report)),
@@ -205,6 +208,12 @@ def _best_epoch(record: ResultRecord) -> str:
     text = f"{best.epoch} of {record.epochs}: {best.metric.name} {_metric_text(best)}"
     last = _metric_text(final)
     return text if last == _metric_text(best) else f"{text} (last {last})"
+
+
+def _final_set(record: ResultRecord) -> Iterator[tuple[str, str]]:
+    if record.final_set and record.best and (metric := record.best.metric):
+        text = metric.text(record.final_set[metric.name])
+        yield "test set", f"{metric.name} {text} at the best epoch, looked at once"
 
 
 def _metric_text(result: EpochResult) -> str:

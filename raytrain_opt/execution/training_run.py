@@ -254,8 +254,7 @@ class TrainingRun:
         self.pools.states.keep(outcome.state)
         self._epoch.add(command, outcome)
         self.checkpoints.interval.count(outcome.totals.steps)
-        progress = self.progress.add_samples(kept=outcome.totals.samples)
-        self.progress = replace(progress, parallel=outcome.parallel)
+        self.progress = self.progress.add_samples(kept=outcome.totals.samples)
         totals = outcome.totals
         if not self._starts_again_after(command.epoch):
             self._raise_if_diverged(command.epoch, "training", totals.loss, totals.failure)
@@ -316,6 +315,14 @@ class TrainingRun:
                 self._save(state, record.score, is_ruined=is_ruined)
 
     # After the last move.
+
+    def evaluate_best(self) -> dict[str, float]:
+        """Measure the set that is looked at once, with the weights of the best epoch."""
+        best = self.checkpoints.best
+        if not self.info.final_size or best is None:
+            return {}
+        state, _ = read_checkpoint(self.paths.checkpoints / best.folder)
+        return self._score(self.pools.states.put(f"best {best.folder}", state), "final").means
 
     def close(self) -> None:
         self.checkpoints.close()

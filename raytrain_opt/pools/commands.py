@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from raytrain_opt.config.batch_size import BatchSizeSection
@@ -161,7 +161,6 @@ class MainTrainReply:
     totals: TrainTotals  # over all workers
     timings_s: dict[str, float]
     state: StateRef | None  # from rank 0
-    parallel: dict[str, object] = field(default_factory=dict)  # how gradients were exchanged
 
 
 def state_in(reply: object) -> StateRef | None:

@@ -110,7 +110,7 @@ def in_process_pools(
 ) -> Pools:
     """Build both pools on one learner; without slots, the worker trains the candidates."""
     states = InProcessStates()
-    worker = Worker(learner, 0, 1, 0.0, states)
+    worker = Worker(learner, 0, 1, states)
     workers = InProcessPool(WORKER_POOL, worker)
     slots = None
     if with_slots:

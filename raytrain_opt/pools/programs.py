@@ -79,7 +79,7 @@ class SynchronousProgram:
         learner = Learner(*config.fetch_inputs(), device, join)
         rank, world_size = context.get_world_rank(), context.get_world_size()
         store = GroupObjectStore(group)
-        return Worker(learner, rank, world_size, connection.result(), store)
+        return Worker(learner, rank, world_size, store)
 
     def make_slot(self, config: ResidentConfig, index: int) -> Handler:
         """Build what trains candidates (`pools.candidates`), inside the slot process."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.errors import PoolError
@@ -115,7 +115,6 @@ class TrainingOutcome:
     totals: TrainTotals  # over all workers
     timings_s: dict[str, float]  # of the slowest worker, by name
     workers: int  # how many finished it
-    parallel: dict[str, object] = field(default_factory=dict)  # how gradients were exchanged
     staleness: StalenessRecord | None = None  # of asynchronous training
 
 
@@ -171,8 +170,7 @@ class SynchronousTraining:
             first.state,
             first.totals,
             slowest([{**r.timings_s, "compute_s": r.totals.duration_s} for r in replies]),
-            cast(int, first.parallel["workers"]),
-            first.parallel,
+            len(replies),
         )
 
     def evaluate(self, state: StateRef, split: Split = "test") -> EvalTotals:

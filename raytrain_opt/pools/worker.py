@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from raytrain_opt.clock import Stopwatch, monotonic_s
+from raytrain_opt.clock import Stopwatch
 from raytrain_opt.config.learning_rate import CandidateBatch
 from raytrain_opt.monitoring import Sampler
 from raytrain_opt.optim.schedules import scale_lr
@@ -24,7 +24,6 @@ from raytrain_opt.pools.protocol import States
 from raytrain_opt.results import EvalTotals, Probe, Steps
 from raytrain_opt.search.policy import Candidate, TryCandidates
 from raytrain_opt.train.batch_size_probe import measure, open_probe_sampler, probed_training
-from raytrain_opt.train.kernels import autocast_dtype
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.micro_batches import MicroBatches
 
@@ -34,26 +33,12 @@ _CHECK_FACTOR = 3
 
 
 class Worker(CandidateTrainer):
-    """One rank. `connect_s`: seconds that connecting the process group took beside the start."""
+    """One rank of a process group, or a worker that is alone."""
 
-    def __init__(
-        self, learner: Learner, rank: int, world_size: int, connect_s: float, states: States
-    ) -> None:
+    def __init__(self, learner: Learner, rank: int, world_size: int, states: States) -> None:
         micro_batches = MicroBatches.all(learner.config.micro_batches)
         super().__init__(learner, rank, states, micro_batches, world_size)
-        self._connect_s = connect_s
-        self._start_s: float | None = None
-        self._first_step_s: float | None = None
         self._stopwatch = Stopwatch()  # since the state of `_origin`
-
-    def handle(self, command: Command, on_step: OnStep) -> Any:
-        """Execute a command and return its reply; time the run's first step."""
-
-        def before_step(done: int, total: int) -> object:
-            self._time_first_step(done)
-            return on_step(done, total)
-
-        return super().handle(command, before_step)
 
     def _execute(self, command: Command, on_step: OnStep) -> Any:
         # Set again when the command ends within a phase: nothing else may come between its parts.
@@ -100,25 +85,7 @@ class Worker(CandidateTrainer):
         if not is_end:
             self._origin = self._live_id
         self._stopwatch = Stopwatch()
-        return MainTrainReply(totals, timings_s, ref, self._describe_parallel())
-
-    def _describe_parallel(self) -> dict[str, object]:
-        return {
-            **self.learner.parallel.report(),
-            "workers": self.world_size,
-            "connect_s": self._connect_s,
-            "first_step_s": self._first_step_s,
-            "step": _describe_step(self.learner),
-        }
-
-    def _time_first_step(self, done: int) -> None:
-        """Time the run's first step: connections, kernels and caches are made in it."""
-        if self._first_step_s is None:
-            if done == 1 and self._start_s is not None:
-                self.learner.wait_for_device()
-                self._first_step_s = monotonic_s() - self._start_s
-            elif done == 0:
-                self._start_s = monotonic_s()
+        return MainTrainReply(totals, timings_s, ref)
 
     def _evaluate(self, command: Evaluate, on_step: OnStep) -> EvalTotals:
         totals = self._evaluate_part(command, self.index, self.world_size, on_step)
@@ -168,22 +135,3 @@ class Slot(CandidateTrainer):
 
 def _state_id(command: MainTrain, done: int) -> str:
     return f"{command.epoch}.{command.steps.first + done}"
-
-
-def _describe_step(learner: Learner) -> dict[str, object]:
-    """Return precision, kernels, memory format, compiling, optimizer and loaders of the steps."""
-    precision, optimizer = learner.config.precision, learner.optimizer
-    if precision == "auto":
-        precision = "fp32" if autocast_dtype("auto", learner.device) is None else "bf16"
-    is_image = len(learner.info.sample_shape) == 3
-    kinds = [kind for kind in ("fused", "foreach") if optimizer.defaults.get(kind)]
-    return {
-        "precision": precision,
-        "kernels": learner.kernels,
-        "memory_format": "channels_last"
-        if learner.config.channels_last and is_image
-        else "contiguous",
-        "compile": learner.compiled,
-        "optimizer": " ".join([*kinds, type(optimizer).__name__]),
-        "loader_processes": learner.data.processes,
-    }

@@ -17,6 +17,7 @@ Triple = Annotated[tuple[int, ...], Field(min_length=3, max_length=3)]
 class Mistake(RecordPart):
     """A wrong prediction."""
 
+    file: str | None = Field(None, description="Image file, below data.root; null if it has none.")
     sample: int = Field(
         description="Position among the samples of the test split that could be read, from 0."
     )
@@ -57,13 +58,14 @@ class PredictionsRecord(Record):
         pairs, counts = np.unique(np.stack([labels, classes], 1), axis=0, return_counts=True)
         mistakes = [
             Mistake(
+                file=file,
                 sample=position,
                 label=int(labels[position]),
                 predicted=int(classes[position]),
                 confidence=float(confidences[position]),
                 jpeg=None if image is None else b64encode(image).decode(),
             )
-            for position, image in predictions.mistakes.items()
+            for position, (image, file) in predictions.mistakes.items()
         ]
         mistakes.sort(key=lambda mistake: (-mistake.confidence, mistake.sample))
         return cls(

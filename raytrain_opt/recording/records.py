@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import zip_longest
 from math import isfinite
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -340,17 +340,16 @@ class ResultRecord(Record):
     best: EpochResult | None = Field(
         description="The epoch with the best `metric`; null when none was evaluated."
     )
+    final_set: dict[str, float] = Field(
+        {},
+        description="Metrics of the best epoch on a third set of images, which is looked at once.",
+    )
     search: SearchResult = Field(description="Samples of the search and of the training.")
     wall_s: float = Field(
         description="Wall time of all executions, without the pauses before a resume."
     )
     time_to_first_step_s: Number = Field(description="Time until the first training step.")
     startup_s: Timings = Field(description="Time from the start to each mark of the start-up.")
-    parallel: dict[str, Any] = Field(
-        description=(
-            "How workers exchanged gradients; `step`: what was chosen for a training step."
-        )
-    )
     noise_scale: NoiseScale | None = Field(
         description="Noise scale over all epochs; null when not measured."
     )

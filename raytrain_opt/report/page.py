@@ -90,7 +90,7 @@ def _predictions(record: PredictionsRecord) -> Section:
         (
             mistake.jpeg,
             f"{names[mistake.predicted]} ({percent(mistake.confidence)})",
-            f"labeled {names[mistake.label]}; test sample {mistake.sample}",
+            f"labeled {names[mistake.label]}; {mistake.file or f'test sample {mistake.sample}'}",
         )
         for mistake in record.mistakes
     ]

@@ -109,10 +109,6 @@ class Parallel:
     def end_phase(self) -> None:
         """End the phase."""
 
-    def report(self) -> dict[str, object]:
-        """Return what was chosen and measured, for the records."""
-        return {}
-
     def _take_gradients(self, number: int) -> None:
         gradients = {p: p.grad for p in self._model.parameters() if p.grad is not None}
         for parameter in gradients:
@@ -232,16 +228,6 @@ class DataParallel(Parallel):
 
     def end_phase(self) -> None:
         self._balance.end_measurement()
-
-    def report(self) -> dict[str, object]:
-        section, largest = self._section, max(self._balance.speeds)
-        return {
-            "mode": section.mode,
-            "speeds": [round(v / largest, 3) for v in self._balance.speeds],
-            "micro_batches": [len(share) for share in self._balance.shares],
-            "gradient_buckets": section.gradient_buckets,
-            "compression": section.compression,
-        }
 
     def _wrap(self) -> DistributedDataParallel:
         ddp = DistributedDataParallel(

@@ -70,8 +70,8 @@ class Evaluator:
         device = next(self.model.parameters()).device
         sums = torch.zeros(len(self.names) + 1, device=device, dtype=torch.float64)
         self.model.eval()
-        size = info.test_size if split == "test" else info.validation_size
-        total = math.ceil(size / (world_size * batch_size))
+        sizes = {"test": info.test_size, "final": info.final_size}
+        total = math.ceil(sizes.get(split, info.validation_size) / (world_size * batch_size))
         recorder = None
         if split == "test" and isinstance(self.task, Classification):
             recorder = PredictionRecorder(self.model)
@@ -93,7 +93,7 @@ class Evaluator:
             sums += self._sums(values)
             samples += batch.size
         *values_sums, loss_squares = sums.tolist()
-        predictions = None if recorder is None else recorder.result(info.preprocessing)
+        predictions = None if recorder is None else recorder.result(self.data)
         return EvalTotals(
             samples,
             dict(zip(self.names, values_sums, strict=True)),
@@ -160,6 +160,7 @@ class PredictionRecorder(nn.Module):
         self._model = model
         self._batches: list[tuple[Tensor, Tensor, Tensor]] = []
         self._samples = 0
+        self._indices: list[int] = []  # in the test set, where unreadable samples are left out
         # Confidence, position in the split and input of the most confident mistakes.
         self._worst: tuple[Tensor, ...] | None = None
 
@@ -181,8 +182,9 @@ class PredictionRecorder(nn.Module):
         best = worst[0].topk(min(MAX_MISTAKES, len(worst[0]))).indices
         self._worst = tuple(values[best] for values in worst)
         self._samples += batch.size
+        self._indices += batch.indices or ()
 
-    def result(self, preprocessing: Preprocessing | None) -> Predictions | None:
+    def result(self, data: TrainingData) -> Predictions | None:
         """Return all predictions, with pictures if the samples are images; None without any."""
         if self._worst is None:
             return None
@@ -190,11 +192,13 @@ class PredictionRecorder(nn.Module):
             torch.cat(column).cpu() for column in zip(*self._batches, strict=True)
         )
         scores, positions, samples = (values.cpu() for values in self._worst)
-        mistakes = {
-            int(position): _thumbnail(sample, preprocessing)
-            for score, position, sample in zip(scores, positions, samples, strict=True)
-            if score >= 0
-        }
+        mistakes = {}
+        for score, position, sample in zip(scores, positions.tolist(), samples, strict=True):
+            if score >= 0:
+                image = _thumbnail(sample, data.info.preprocessing)
+                indices = self._indices[position : position + 1]
+                file = data.source.file("test", indices[0]) if indices else None
+                mistakes[position] = image, file
         return Predictions(
             labels.int().numpy(), classes.int().numpy(), confidences.numpy(), mistakes
         )

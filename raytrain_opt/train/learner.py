@@ -398,11 +398,6 @@ class Learner:
     def _global_batch_size(self, epoch: int) -> int:
         return self.config.global_batch_size * ramp_factor(self.config.batch_ramp, epoch)
 
-    def wait_for_device(self) -> None:
-        """Wait until the device has finished all queued work; for measuring time."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def release_memory(self) -> None:
         """Free cached device memory for the other pool, which uses the same GPU."""
         if self.device.type == "cuda":

@@ -113,7 +113,7 @@ def one_round(trainer: Slot | Worker, states: CountedStates, _job: Job) -> dict[
         trainer.handle(MainTrain(live, 1, Steps(STEPS, (0.1,) * 2)), ignore)
         outcome["reads"] = states.reads - reads
         restarted = Worker(
-            trainer.learner, trainer.index, trainer.world_size, 0.0, states
+            trainer.learner, trainer.index, trainer.world_size, states
         )  # it knows nothing of the round
         restarted.handle(send, ignore)
         outcome["digest_after_restart"] = trainer.learner.state(copy=True).digest()
@@ -150,14 +150,14 @@ def run_rank(rank: int, world_size: int, folder: Path) -> Results:
         config, cpu = LearnerConfig.from_job(job), torch.device("cpu")
         arrays = load_shared_data(job.data)
         learner = Learner(config, arrays, cpu, connect)
-        worker = Worker(learner, rank, world_size, 0.0, states)
+        worker = Worker(learner, rank, world_size, states)
         results["worker"] |= work(worker, states, job)
         if work is one_round:
             results["worker"]["averaged"] = stopped_epoch(worker, states)
             for name, sections in OTHER_WEIGHTS.items():
                 other_config = LearnerConfig.from_job(make_job(model, **sections))
                 other = Learner(other_config, arrays, cpu, connect)
-                other_worker = Worker(other, rank, world_size, 0.0, states)
+                other_worker = Worker(other, rank, world_size, states)
                 results["worker"][name] = stopped_epoch(other_worker, states)
         if world_size == 1:
             slot = Slot(Learner(config, arrays, cpu), 0, states, "global")

@@ -202,7 +202,7 @@ def try_candidates(world_size: int) -> dict[str, Any]:
         workers={"count": 2 * world_size},
     )
     states = InProcessStates()
-    worker = Worker(learner, rank(), world_size, 0.0, states)
+    worker = Worker(learner, rank(), world_size, states)
     start = states.put("start", learner.state(copy=True))
     candidates = tuple(Candidate(i, 1.0, lr) for i, lr in enumerate((0.01, 0.02, 0.01)))
     plan = TryCandidates(1, 0.01, "", candidates, (1.0,) * STEPS)
@@ -223,7 +223,7 @@ def raise_always(world_size: int) -> str:
     """Let every candidate raise whatever its rate; return what the round raises."""
     learner = build(world_size, model=Net, task={"name": RaisingTask})
     states = InProcessStates()
-    worker = Worker(learner, rank(), world_size, 0.0, states)
+    worker = Worker(learner, rank(), world_size, states)
     start = states.put("start", learner.state(copy=True))
     candidates = tuple(Candidate(i, 1.0, lr) for i, lr in enumerate((0.01, 0.02)))
     plan = TryCandidates(1, 0.01, "", candidates, (1.0,) * STEPS)

@@ -12,16 +12,10 @@ from torch.utils.data import TensorDataset
 CLASSES = 3
 
 
-def points(
-    samples: int = 40, label: int | float | None = None, train_only: bool = False
-) -> tuple[Any, Any]:
-    """Return (train, test) of points [4] with labels 0 to 2; sample 0 may have another `label`."""
-    labels = torch.arange(samples) % CLASSES
-    wrong = labels.clone() if label is None else labels.to(torch.tensor(label).dtype)
-    if label is not None:
-        wrong[0] = label
-    x = torch.zeros(samples, 4)
-    return TensorDataset(x, wrong), TensorDataset(x, labels if train_only else wrong)
+def points(samples: int = 40) -> tuple[Any, Any]:
+    """Return (train, test) of points [4] with labels 0 to 2."""
+    points = TensorDataset(torch.zeros(samples, 4), torch.arange(samples) % CLASSES)
+    return points, points
 
 
 def raising() -> tuple[Any, Any]:
@@ -38,11 +32,6 @@ def uneven() -> tuple[Any, Any]:
 def linear(sample_shape: tuple[int, ...], outputs: int) -> nn.Module:
     """Return a model with `outputs` outputs, whatever the number of classes."""
     return nn.Sequential(nn.Flatten(), nn.Linear(torch.Size(sample_shape).numel(), outputs))
-
-
-def takes_ten() -> nn.Module:
-    """Return a model that takes samples [10] only."""
-    return nn.Linear(10, CLASSES)
 
 
 class _TwoOutputs(nn.Module):
@@ -76,16 +65,6 @@ class Fragile(torch.optim.SGD):
                 if steps == 16 and group["lr"] > self.limit:
                     weight.fill_(self.ruin)
         return loss
-
-
-def without_parameters() -> nn.Module:
-    """Return a model without parameters."""
-    return nn.Flatten()
-
-
-def no_module() -> Any:
-    """Return something that is not a module."""
-    return {"weights": 3}
 
 
 def breaks() -> nn.Module:

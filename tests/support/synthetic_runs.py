@@ -229,7 +229,6 @@ def result(epochs: int) -> dict[str, Any]:
         "wall_s": START_UP_S + EPOCH_S * epochs + 3,
         "time_to_first_step_s": 28.0,
         "startup_s": {"first_step_s": 28.0},
-        "parallel": {"mode": "sync"},
         "noise_scale": {
             "updates": 9,
             "batch_size": 64,
@@ -286,7 +285,9 @@ def predictions(classes: int = 10) -> Predictions:
     image = Image.fromarray(np.arange(64, dtype=np.uint8).reshape(8, 8) * 4)
     image.save(file := BytesIO(), "JPEG")
     worst = np.argsort(np.where(wrong, -confidences, 1), kind="stable")[:12]
-    mistakes: dict[int, bytes | None] = {int(i): file.getvalue() for i in worst if wrong[i]}
+    mistakes: dict[int, tuple[bytes | None, str | None]] = {
+        int(i): (file.getvalue(), f"val/{i}.jpg") for i in worst if wrong[i]
+    }
     return Predictions(labels, (labels + wrong) % classes, confidences, mistakes)
 
 

@@ -307,12 +307,6 @@ def test_a_place_without_a_run_is_wrong_input(tmp_path: Path) -> None:
     assert "holds no run" in result.stderr
 
 
-def test_report_loads_neither_torch_nor_ray(tmp_path: Path) -> None:
-    modules = imported_by(["report", str(write_run(tmp_path / "run", epochs=1))])
-    assert "matplotlib" in modules
-    assert modules & {"torch", "ray", "sklearn", "tensorboardX"} == set()
-
-
 COMMANDS = tuple(cli.main.commands)
 
 
@@ -330,14 +324,6 @@ def test_shard_prints_shards_and_their_patterns_and_names_folders_without_images
     result = invoke("shard", str(tmp_path / "images"), str(tmp_path / "out"))
     assert result.exit_code != 0
     assert f"{tmp_path}/images/train: has no usable images" in result.stderr
-
-
-def test_help_names_the_commands() -> None:
-    result = invoke("--help")
-    assert result.exit_code == 0
-    assert all(command in result.stdout for command in COMMANDS)
-    assert "..." not in result.stdout.partition("Commands:")[2]
-    assert result.stdout.index(" init ") < result.stdout.index(" validate ")
 
 
 def test_the_module_is_the_command() -> None:
@@ -361,8 +347,10 @@ def imported_by(*commands: Sequence[str]) -> set[str]:
     return set(result.stderr.split())
 
 
-def test_light_commands_import_nothing_heavy() -> None:
+def test_light_commands_import_nothing_heavy(tmp_path: Path) -> None:
     heavy = {"torch", "torchvision", "ray", "sklearn", "numpy"}
+    report = ["report", str(write_run(tmp_path / "run", epochs=1))]
+    assert imported_by(report) & (heavy - {"numpy"}) == set()
     assert imported_by(["schema"]) & heavy == set()
     assert imported_by(["--help"]) & {*heavy, "pydantic"} == set()
     assert imported_by(*([name, "--help"] for name in COMMANDS)) & heavy == set()

@@ -15,7 +15,6 @@ from raytrain_opt.errors import StorageError
 from raytrain_opt.storage import (
     append_lines,
     check_uri,
-    remove_tree,
     write_atomic,
     write_json,
     write_text,
@@ -110,18 +109,6 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path, error: Exception) -> 
     assert [p.name for p in tmp_path.iterdir()] == ["x"]
 
 
-def test_readers_see_the_old_file_until_the_new_one_is_complete(tmp_path: Path) -> None:
-    path = tmp_path / "x"
-    write_text(path, "old")
-
-    def write(temporary: Path) -> None:
-        temporary.write_text("new")
-        assert path.read_text() == "old"
-
-    write_atomic(path, write)
-    assert path.read_text() == "new"
-
-
 def test_the_mode_of_a_file_follows_the_umask(tmp_path: Path) -> None:
     """safetensors makes files that only their owner can read."""
 
@@ -201,10 +188,3 @@ def test_a_file_that_would_fill_the_memory_is_refused(
 def test_a_line_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"nowhere.x\.jsonl cannot be written"):
         append_lines(tmp_path / "nowhere" / "x.jsonl", ["{}"])
-
-
-def test_removing_a_missing_tree_is_no_error(tmp_path: Path) -> None:
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    remove_tree(tmp_path / "a")
-    remove_tree(tmp_path / "a")
-    assert list(tmp_path.iterdir()) == []

@@ -33,7 +33,6 @@ from raytrain_opt.recording.records import (
     RoundRecord,
     ScheduleRecord,
 )
-from raytrain_opt.search.fixed_schedule import RecordedSchedule
 from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
 from raytrain_opt.train.state import capture
 from tests.support.small_jobs import QUICKSTART, small_job
@@ -47,19 +46,8 @@ VALUES: list[Any] = [
     [], [[]], [None] * 3, {}, {"": None}, {"name": "auto"}, {"name": ["SGD"]}, {1: 2},
 ]  # fmt: skip
 BYTES = [
-    b"\0",
-    b"\xff",
-    b"\n",
-    b'"',
-    b"{",
-    b"}",
-    b"[" * 2000,
-    b":",
-    b"-",
-    b"e",
-    b"9" * 400,
-    b"\xed",
-]
+    b"\0", b"\xff", b"\n", b'"', b"{", b"}", b"[" * 2000, b":", b"-", b"e", b"9" * 400, b"\xed",
+]  # fmt: skip
 
 # Reads one damaged input; returns or raises an error of ours.
 Reader = Callable[[bytes], object]
@@ -181,18 +169,6 @@ def test_records(tmp_path: Path, name: str, kind: Any) -> None:
         return json.dumps(value) + "\n"
 
     check(read, inputs(name, content, 200, json.loads, dump))
-
-
-def test_recorded_schedules(tmp_path: Path) -> None:
-    content = (run_dir(tmp_path) / "schedule.jsonl").read_bytes()
-
-    def read(damaged: bytes) -> None:
-        RecordedSchedule.parse(damaged.decode(errors="replace"), "schedule.jsonl")
-
-    def dump(value: Any) -> str:
-        return json.dumps(value) + "\n"
-
-    check(read, inputs("schedule", content, 500, json.loads, dump))
 
 
 @pytest.fixture

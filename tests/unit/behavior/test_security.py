@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import json
 import os
@@ -43,11 +42,8 @@ from tests.support.synthetic_runs import (
 SECRET = "hunter2-planted-secret"
 
 
-_PICKLES = ("pickle.", "cloudpickle.", "dill.", "marshal.")
-
-
 # `from os import system` in a package that somebody else names.
-REEXPORTED = SimpleNamespace(system=os.system, partial=functools.partial(dict, a=1))
+REEXPORTED = SimpleNamespace(system=os.system)
 
 
 @pytest.mark.parametrize(
@@ -68,10 +64,6 @@ def test_a_job_file_names_no_function_of_the_standard_library(name: str) -> None
     with pytest.raises(JobError, match=r"model\.name: must be a function of your own"):
         resolve_function(name, "model.name")
     assert "antigravity" not in sys.modules
-
-
-def test_a_partial_function_of_the_users_is_theirs() -> None:
-    assert resolve_function(f"{__name__}:REEXPORTED.partial", "model.name")() == {"a": 1}
 
 
 @pytest.mark.parametrize(

@@ -306,8 +306,9 @@ def test_an_export_compares_a_picture_with_predict(
     digits: str, photo_run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stretched gray and cropped color images; then metadata that lack a step."""
-    for run_dir in (digits, photo_run):
+    for run_dir, source in ((digits, "a made-up picture"), (photo_run, "a picture of the test")):
         output = invoke("export", run_dir, "--format", "safetensors", "--output", f"{tmp_path}/a")
+        assert f"\n{source}" in output.stdout
         assert "has the probabilities of predict (largest difference" in output.stdout
         model = load_model(run_dir, device="cpu")
         assert (export(model, "safetensors", f"{tmp_path}/a")[1] or 0) < 0.1

@@ -202,7 +202,6 @@ def test_a_run_that_died_before_its_result_was_written_has_the_same(tmp_path: Pa
     first = run(tiny_job(tmp_path), in_process=True)
     Path(first.run_dir, "result.json").unlink()
     resumed = run(tiny_job(tmp_path), in_process=True, resume=first.run_dir)
-    assert resumed.summary["parallel"] == first.summary["parallel"] != {}
     assert resumed.summary["final"] == first.summary["final"]
 
 

@@ -245,7 +245,7 @@ def mortal_pools(chance: random.Random, learner: Learner, **options: Any) -> Poo
         return Learner(config, load_shared_data(config.data), torch.device("cpu"))
 
     def make_worker() -> Worker:
-        return Worker(make_learner(), 0, 1, 0.0, pools.states)
+        return Worker(make_learner(), 0, 1, pools.states)
 
     def make_slot() -> Slot:
         return Slot(make_learner(), 0, pools.states, options["candidate_batch"])

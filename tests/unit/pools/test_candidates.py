@@ -31,20 +31,8 @@ class FakeLearner:
 
     position, failure = "", None
 
-    config = SimpleNamespace(
-        worker_count=1,
-        micro_batches=1,
-        precision="fp32",
-        channels_last=False,
-        compile="none",
-    )
-    info = SimpleNamespace(sample_shape=(1,))
-    compiled = "none"
-    kernels: tuple[str, ...] = ()
-    data = SimpleNamespace(processes=0)
-    optimizer = torch.optim.SGD([torch.zeros(1)], foreach=True)
+    config = SimpleNamespace(worker_count=1, micro_batches=1)
     device = torch.device("cpu")
-    parallel = SimpleNamespace(report=dict)
 
     def __init__(self) -> None:
         self.lr, self.cached_mib, self.trained = 0.0, 0, 0
@@ -90,8 +78,6 @@ class FakeLearner:
     def finish_phase(self, *, fresh: bool = False) -> None:
         self.cached_mib += 1
 
-    def wait_for_device(self) -> None: ...
-
     def release_memory(self) -> None:
         self.cached_mib = 0
 
@@ -104,7 +90,7 @@ def make(kind: str) -> tuple[Slot | Worker, FakeLearner, InProcessStates]:
     any_learner: Any = learner
     if kind == "slot":
         return Slot(any_learner, 0, states, "global"), learner, states
-    return Worker(any_learner, 0, 1, 0.0, states), learner, states
+    return Worker(any_learner, 0, 1, states), learner, states
 
 
 def a_round(states: InProcessStates, *lrs: float, keeps_winner: bool = True) -> Pretrain:

@@ -11,7 +11,9 @@ from raytrain_opt.results import Predictions
 def predictions(rows: list[tuple[int, int, float]]) -> Predictions:
     """Rows of label, predicted class, confidence; every mistake is kept, without a picture."""
     labels, classes = np.array([row[:2] for row in rows], np.int32).T
-    mistakes = {i: None for i, (label, predicted, _) in enumerate(rows) if label != predicted}
+    mistakes: dict[int, tuple[bytes | None, str | None]] = {
+        i: (None, None) for i, (label, predicted, _) in enumerate(rows) if label != predicted
+    }
     return Predictions(labels, classes, np.array([row[2] for row in rows], np.float32), mistakes)
 
 

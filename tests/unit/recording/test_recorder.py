@@ -1,4 +1,4 @@
-"""Records are valid JSON lines, and TensorBoard reads the scalars."""
+"""Records are valid JSON lines, TensorBoard reads the scalars, and events have a clock."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from raytrain_opt.errors import RecordError, StorageError
+from raytrain_opt.errors import PoolError, RecordError, StorageError
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.recording.reader import read_lines
-from raytrain_opt.recording.recorder import Recorder
+from raytrain_opt.recording.recorder import EventLog, Recorder
 from raytrain_opt.recording.records import (
     EpochRecord,
     Event,
@@ -30,24 +30,8 @@ NAN, INF = float("nan"), float("inf")
 
 
 def epoch(number: int = 1, **values: Any) -> EpochRecord:
-    record: dict[str, Any] = {
-        "epochs": 8,
-        "lr": 0.1,
-        "lr_peak": 0.2,
-        "optimizer": "SGD",
-        "weight_decay_factor": 1.0,
-        "train_loss": 0.5,
-        **synthetic_runs.evaluation(0.7),
-        "test_samples": 10,
-        "workers": 2,
-        "samples": 100,
-        "samples_per_s": 50.0,
-        "skipped": 0,
-        "duration_s": 2.0,
-        "end_s": 9.0,
-        "timings_s": {"main_train_s": 1.5},
-    }
-    return EpochRecord(epoch=number, **{**record, **values})
+    line = synthetic_runs.epoch_line(number, **{"train_loss": 0.5, **values})
+    return EpochRecord.model_validate(line)
 
 
 def add_epoch(recorder: Recorder, number: int) -> None:
@@ -110,7 +94,6 @@ def test_an_epoch_is_a_line_with_all_its_values(recorder: Recorder, paths: RunPa
     recorder.epoch(epoch(1), 25)
     recorder.epoch(epoch(2, **synthetic_runs.evaluation(None)), 50)
     first, second = lines(paths.epochs)
-    assert first["test_metrics"] == {"loss": 0.6, "accuracy": 0.7, "top5": 1.0}
     assert EpochRecord.model_validate(first) == epoch(1)
     assert (second["epoch"], second["metric"]) == (2, None)
 
@@ -233,7 +216,7 @@ def test_tensorboard_reads_the_scalars(recorder: Recorder, paths: RunPaths) -> N
     assert scalars["round/candidate_0/score"] == (10, 0.25)
     assert "round/candidate_1/score" not in scalars
     assert scalars["epoch/train_loss"] == (20, 0.5)
-    assert scalars["epoch/samples_per_s"] == (20, 50.0)
+    assert scalars["epoch/samples_per_s"] == (20, 960.0)
     assert scalars["epoch/test_accuracy"] == (20, 0.5)
     assert "epoch/test_top5" not in scalars
     assert "epoch/noise_scale" not in scalars
@@ -258,3 +241,80 @@ def test_a_noise_scale_is_a_scalar_when_it_is_finite(recorder: Recorder, paths: 
     recorder.close()
     assert [line["noise_scale"]["value"] for line in lines(paths.epochs)] == [812.0, None]
     assert read_scalars(paths.tensorboard)["epoch/noise_scale"] == (10, 812.0)
+
+
+# Events.
+
+BEGAN_S = 1000.0
+RESTART = Event(kind="restarted", text="slot 1 was restarted", time_s=BEGAN_S + 12, silent_s=4.5)
+
+
+@pytest.fixture
+def event_log(recorder: Recorder) -> EventLog:
+    return EventLog(recorder, lambda _: None, BEGAN_S)
+
+
+def test_events_count_from_the_beginning_of_the_run(event_log: EventLog, paths: RunPaths) -> None:
+    event_log.write(1, [RESTART])
+    event_log.write(2, [])
+    [event] = lines(paths.events)
+    assert event.pop("utc").endswith("+00:00")
+    assert event == {
+        "schema_version": 1,
+        "epoch": 1,
+        "kind": "restarted",
+        "text": "slot 1 was restarted",
+        "time_s": 12.0,
+        "process": None,
+        "silent_s": 4.5,
+    }
+
+
+@pytest.mark.parametrize(
+    ("partial_s", "event_s", "end_s"),
+    [(0.0, 12.0, 32.0), (4.0, 12.0, 36.0), (1.0, 38.0, 38.0)],
+    ids=["after an epoch", "killed after a checkpoint within an epoch", "interrupted later"],
+)
+def test_a_resumed_run_continues_its_clock(
+    recorder: Recorder, paths: RunPaths, partial_s: float, event_s: float, end_s: float
+) -> None:
+    """What follows the last checkpoint is removed, but for the events."""
+    for number in (1, 2):  # the first ends at 32 s
+        add_epoch(recorder, number)
+    recorder.add_events([RESTART.model_copy(update={"time_s": event_s})])
+    recorder.truncate_after(0, 1)
+    notes: list[str] = []
+    resumed = EventLog(recorder, notes.append, began_s=5000.0)
+    before_s = resumed.elapsed_s()
+    resumed.resume_clock(2, "resumed after epoch 1", partial_s)
+    assert resumed.elapsed_s() - before_s == pytest.approx(end_s, abs=1.0)
+    assert [event["kind"] for event in lines(paths.events)] == ["restarted", "resumed"]
+    assert notes == ["resumed after epoch 1"]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (PoolError("worker 1 is silent"), "failed", "worker 1 is silent"),
+        (ZeroDivisionError("a secret"), "failed", "ZeroDivisionError"),
+        (KeyboardInterrupt(), "interrupted", "KeyboardInterrupt"),
+    ],
+)
+def test_an_early_end_is_recorded(
+    event_log: EventLog, paths: RunPaths, error: BaseException, kind: str, text: str
+) -> None:
+    event_log.close_with(3, error)
+    [event] = lines(paths.events)
+    assert (event["epoch"], event["kind"], event["text"]) == (3, kind, text)
+
+
+def test_an_end_that_cannot_be_recorded_hides_no_error(
+    event_log: EventLog, paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise StorageError("no space left")
+
+    monkeypatch.setattr("raytrain_opt.recording.recorder.append_lines", full)
+    error = PoolError("worker 1 is silent")
+    event_log.close_with(3, error)
+    assert error.__notes__ == ["this could not be recorded: no space left"]

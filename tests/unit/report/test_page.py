@@ -120,7 +120,7 @@ def test_predictions_are_shown_by_class_and_confidence(complete_run: Path) -> No
     assert texts_after(page, "All classes by accuracy", 12)[4:] == worst
     assert "Predictions on the 200 test samples after epoch 6." in page.text
     assert len([image for image in page.all("img") if not image["alt"]]) == 12
-    assert texts_after(page, "class 9 (67.0 %)", 1) == ["labeled class 8; test sample 163"]
+    assert texts_after(page, "class 9 (67.0 %)", 1) == ["labeled class 8; val/163.jpg"]
 
 
 def test_a_thousand_classes_are_a_small_page(tmp_path: Path) -> None:

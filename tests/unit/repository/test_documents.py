@@ -243,26 +243,6 @@ def test_a_page_shows_only_what_exists(page: Path) -> None:
     assert not problems, "\n".join(problems)
 
 
-def test_every_rule_finds_what_is_wrong(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    wrong = {
-        links_that_lead_nowhere: "[a](gone.md) [b](#gone)",
-        missing_paths: "benchmarks/gone.py train/gone.py",
-        unknown_commands_and_options: "raytrain-opt gone and `raytrain-opt run --gone`",
-        python_commands_that_fail: "python -m benchmarks.gone, python benchmarks/startup.py",
-        missing_make_targets: "`make gone`",
-        missing_fields: "`parallel.gone`",
-        invalid_jobs: "```yaml\nmodel: gone\n```\n```yaml\nepochs: [\n```",
-        overrides_that_fit_no_job: "--set epochs=-1 and `parallel.mode: gone`",
-        header_overrides_that_do_not_fit: "# --set epochs=-1\n# --set\n" + text_of(JOBS[0]),
-    }
-    assert {*PRESENT, *ALL_PAGES, *OF_GUIDES, *OF_JOBS} == set(wrong)
-    for rule, text in wrong.items():
-        page.write_text(text)
-        expected = 1 if rule in (missing_make_targets, missing_fields) else 2
-        assert len(list(rule(page))) == expected, rule.__name__
-
-
 @pytest.mark.parametrize("page", MAX_LINES, ids=lambda page: page.stem)
 def test_the_entrance_is_short(page: Path) -> None:
     assert len(text_of(page).splitlines()) <= MAX_LINES[page]

@@ -18,7 +18,6 @@ from raytrain_opt.train import checkpoint as checkpoint_module
 from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
 from raytrain_opt.train.state import TrainingState, capture, model_tensors
 from tests.support.full_disk import limit_file_size
-from tests.support.lossy_disk import LossyDisk
 
 PROGRESS = {"next_epoch": 4, "lrs": [0.1, 0.2], "history": ({"winner": None, "x": float("-inf")},)}
 
@@ -342,31 +341,3 @@ def test_an_index_can_neither_leave_out_a_file_nor_name_a_folder_elsewhere(tmp_p
     again.save(2, trained(), {}, None)
     assert folders(tmp_path) == ["checkpoints", "mine"]
     assert folders(folder) == ["epoch-0002"]
-
-
-# Power loss.
-
-
-def test_after_a_power_failure_the_last_reported_checkpoint_is_there(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After every prefix of the system calls, and whatever of the unsynced rest is kept."""
-    state, disk = trained(), LossyDisk(tmp_path)
-    with monkeypatch.context() as patch:
-        disk.record(patch)
-        checkpoints = open_checkpoints(tmp_path, keep=1)
-        for number, (epoch, rounds) in enumerate([(1, 0), (1, 1), (2, 0), (3, 0)], start=1):
-            checkpoints.save(epoch, state, PROGRESS, None, rounds=rounds)
-            disk.reported = number
-    order = {"none": 0, "epoch 1": 1, "round 1 of epoch 2": 2, "epoch 2": 3, "epoch 3": 4}
-    found = set()
-    for reported, root in disk.restored(tmp_path_factory.mktemp("restored")):
-        restored = open_checkpoints(root, keep=1)
-        restored.drop_damaged()
-        latest = restored.latest
-        assert order[latest.reached if latest else "none"] >= reported, root
-        if latest:
-            assert read_checkpoint(root / latest.folder)[1] == PROGRESS
-        found.add((reported, latest.reached if latest else "none"))
-    assert {name for _, name in found} == set(order)
-    assert len(disk.crashes) > 100

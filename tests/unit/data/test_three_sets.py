@@ -1,0 +1,97 @@
+"""Image folders with three sets: the best epoch is chosen on one, the last is looked at once."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_opt import load_model, run
+from raytrain_opt.config.data import ImageFolderData
+from raytrain_opt.data.image_folder import ImageFolderSource
+from tests.support.small_jobs import read_lines, small_job
+
+
+def open_source(root: Path, **fields: Any) -> ImageFolderSource:
+    return ImageFolderSource(ImageFolderData(name="image_folder", root=str(root), **fields))
+
+
+@pytest.fixture
+def three_sets(image_tree: Path) -> Path:
+    """Of the training images, the first three of each class are the folder `test`."""
+    for path in sorted(image_tree.glob("train/*/[012].png")):
+        target = image_tree / "test" / path.parent.name / path.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(target)
+    return image_tree
+
+
+def test_folders_and_splits_of_a_table_are_three_sets(three_sets: Path) -> None:
+    folders = open_source(three_sets)
+    [note] = folders.notes
+    assert note == "test: 6 images are looked at once, at the end"
+    rows = [
+        f"{path.relative_to(three_sets)},{path.parent.name},{path.parts[-3]}"
+        for path in sorted(three_sets.glob("*/*/*.png"))
+    ]
+    table = three_sets / "labels.csv"
+    table.write_text("\n".join(["file,label,split", *rows]))
+    listed = open_source(three_sets, labels=str(table))
+    for source in (folders, listed):
+        assert [source.size(s) for s in ("train", "test", "final")] == [14, 6, 6]
+        assert source.final_size == 6
+        assert source.content("final", 0) == (three_sets / "test/cat/0.png").read_bytes()
+        assert source.file("test", 5) == "val/dog/2.png"
+
+
+@pytest.mark.parametrize("damage", ["unlabeled", "other classes", "named as test set"])
+def test_another_folder_test_is_no_third_set(three_sets: Path, damage: str) -> None:
+    fields = {}
+    if damage == "unlabeled":
+        (three_sets / "test/cat/0.png").rename(three_sets / "test/0.png")
+        for name in ("cat", "dog"):
+            shutil.rmtree(three_sets / "test" / name)
+    elif damage == "other classes":
+        (three_sets / "test/dog").rename(three_sets / "test/wolf")
+    else:
+        fields = {"test_split": "test"}
+    source = open_source(three_sets, **fields)
+    assert source.final_size == 0
+    assert any("is not used" in note for note in source.notes) == (not fields)
+
+
+@pytest.mark.usefixtures("without_plots")
+def test_the_best_epoch_is_looked_at_once_and_mistakes_name_their_files(
+    three_sets: Path, tmp_path: Path
+) -> None:
+    (three_sets / "val/cat/0.png").write_bytes(b"damaged")  # so that numbers are not positions
+    data = {"name": "image_folder", "root": str(three_sets), "image_size": 8}
+    data |= {"loader_workers": 0, "on_unreadable": "skip"}
+    schedule = {"policy": "schedule", "initial": 0.3}
+    job = small_job(
+        tmp_path / "runs", data=data, epochs=3, learning_rate=schedule, global_batch_size=4
+    )
+    result = run(job, in_process=True)
+    assert result.best_epoch is not None
+    best = load_model(f"{result.run_dir}/checkpoints/epoch-{result.best_epoch:04}")
+    files = sorted(three_sets.glob("test/*/*.png"))
+    predicted = best.probabilities(files).argmax(1).tolist()
+    names = [best.class_names[number] for number in predicted]
+    hits = sum(name == file.parent.name for name, file in zip(names, files, strict=True))
+    assert result.summary["final_set"]["accuracy"] == pytest.approx(hits / 6)
+    assert len(read_lines(result.run_dir, "epochs")) == 3
+
+    record = json.loads((Path(result.run_dir) / "predictions.json").read_text())
+    last = load_model(result.run_dir)
+    images = [file for file in sorted(three_sets.glob("val/*/*.png")) if "cat/0" not in str(file)]
+    predicted = last.probabilities(images).argmax(1).tolist()
+    wrong = {
+        f"val/{image.parent.name}/{image.name}"
+        for image, number in zip(images, predicted, strict=True)
+        if last.class_names[number] != image.parent.name
+    }
+    assert {mistake["file"] for mistake in record["mistakes"]} == wrong
+    assert wrong
