@@ -87,8 +87,7 @@ STORAGE_OF = {"full_disk": "small_disk", "storage": "s3"} | dict.fromkeys(NODE_R
 POLICY_OF = {"slot": "stpt"} | dict.fromkeys(NODE_ROLES, "stpt_horizon")
 # What a run of three epochs has room for.
 SEARCH = (
-    "learning_rate={policy: stpt_horizon, search_on: workers, initial: 0.2, horizon: 0.2, "
-    "max_search_cost: 1.0}"
+    "learning_rate={policy: stpt_horizon, search_on: workers, initial: 0.2, max_search_cost: 1.0}"
 )
 POLICIES = {"stpt": (), "stpt_horizon": (SEARCH, "slots.count=null", "global_batch_size=32")}
 # Seconds after which the space of a full disk is given back at the latest.

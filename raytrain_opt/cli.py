@@ -97,7 +97,7 @@ def main() -> None:
     "--label-column", metavar="NAME", help="The column of a CSV file with the class of each image."
 )
 def init(folder: str, output: str, label_column: str | None) -> None:
-    """Write a job file for a folder of data.
+    """Write a job file for a folder of images.
 
     Example: raytrain-opt init photos --output photos.yaml
     """

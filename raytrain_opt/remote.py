@@ -17,7 +17,6 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Iterable
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -137,15 +136,12 @@ class RunCopy:
         """
         with storage_errors(f"{self.uri} cannot be written; all files are in {self._local}"):
             self._claim()
-            before = dict(self._published)
             files = self._files()
             for name in sorted(files, key=lambda name: (name in _LAST, name)):
                 file, version = self._published.get(name, (None, None))
                 if file != files[name]:
                     version = self._put(name, version)
                     self._published[name] = files[name], version
-            if self._published != before:
-                self._check_stored(files)
         for name in self._published.keys() - files.keys():
             try:
                 with suppress(FileNotFoundError):
@@ -156,17 +152,6 @@ class RunCopy:
                 return text if first else None
             del self._published[name]
         return None
-
-    def _check_stored(self, names: Iterable[str]) -> None:
-        """Compare with what the storage said that it stored. Raises ValueError."""
-        stored = {o["path"]: o["e_tag"] for batch in obstore.list(self._store) for o in batch}
-        e_tags = {name: self._published[name][1].get("e_tag") for name in names}
-        lost = [n for n, e in e_tags.items() if n not in stored or e not in (stored[n], None)]
-        for name in lost:
-            del self._published[name]  # the next attempt writes it again
-        if lost:
-            self._claim()
-            raise ValueError(f"the storage does not have {lost[0]}, which it said it stored")
 
     def _put(self, name: str, version: _ObjectVersion | None) -> _ObjectVersion:
         """Write an object that has this version, or that does not exist (None)."""

@@ -11,17 +11,14 @@ from rich.markup import escape
 from rich.progress import (
     BarColumn,
     Progress,
-    ProgressColumn,
     SpinnerColumn,
-    Task,
     TaskProgressColumn,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.table import Table
-from rich.text import Text
 
-from raytrain_opt.clock import monotonic_s
 from raytrain_opt.errors import printable
 from raytrain_opt.recording.records import BatchSizeProbeRecord, EpochRecord
 
@@ -53,33 +50,23 @@ class Terminal:
         self.note(epoch_text(record))
 
 
-class PhaseColumn(ProgressColumn):
-    """The current activity with its seconds, so that a long one is not taken for a hang."""
-
-    def render(self, task: Task) -> Text:
-        """Return the text; rich calls this many times a second."""
-        seconds = int(monotonic_s() - task.fields["phase_began_s"])
-        return Text(f"{task.description}  {seconds} s" if seconds else task.description)
-
-
 class Bar(Terminal):
-    """A progress bar with epoch, phase and its seconds, accuracy, speed and remaining time."""
+    """A progress bar with epoch, phase, accuracy, speed, and elapsed and remaining time."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
         self._progress = Progress(
             SpinnerColumn(),
-            PhaseColumn(),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             TaskProgressColumn(),
+            TimeElapsedColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[last_epoch]}", markup=False),
             console=console,
             transient=True,
         )
-        self._task = self._progress.add_task(
-            "starting", total=1.0, last_epoch="", phase_began_s=monotonic_s()
-        )
+        self._task = self._progress.add_task("starting", total=1.0, last_epoch="")
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -89,7 +76,7 @@ class Bar(Terminal):
         self._progress.stop()
 
     def phase(self, text: str) -> None:
-        self._progress.update(self._task, description=text, phase_began_s=monotonic_s())
+        self._progress.update(self._task, description=text)
 
     def advance(self, fraction: float) -> None:
         self._progress.update(self._task, completed=fraction)

@@ -26,8 +26,7 @@ import yaml
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.cluster.connection import alive_nodes, free_resources, total_resources
-from raytrain_opt.config.processes import WorkersSection
-from raytrain_opt.config.schema import Job
+from raytrain_opt.config.schema import Job, WorkersSection
 from raytrain_opt.errors import JobError, Problem, ResourcesError
 
 WORKER_FRACTION, SLOT_FRACTION = 0.6, 0.4

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from raytrain_opt.config.data import ArraysData, HoldOut, ImageFolderData
+from raytrain_opt.config.data import HoldOut, ImageFolderData
 from raytrain_opt.data import DataInfo, load_shared_data, open_data
 from raytrain_opt.data.image_folder import (
     COLUMNS,
@@ -35,8 +35,9 @@ from raytrain_opt.monitoring import gpu_names
 from raytrain_opt.storage import write_text
 
 _VALID = (
-    "valid are folders of images, one for each class, perhaps below train/ and val/; images and a "
-    "CSV file with their names and labels; or train_x.npy, train_y.npy, test_x.npy and test_y.npy"
+    "valid are folders of images, a class each, perhaps below train/ and val/; or images and a "
+    "CSV file with names and labels. For arrays write data: {name: arrays, train: [x.npy, y.npy], "
+    "test: [x.npy, y.npy]}"
 )
 # Words for the sets in names of folders and files, and in tables; earlier ones are preferred.
 _SPLITS = {
@@ -69,7 +70,7 @@ def init(
     gpus = len(gpu_names())
     try:
         section, rows, notes = _find_data(folder.absolute(), labels, label_column)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise DataError(str(folder), f"cannot be read: {error}") from error
     if rows:
         write_text(labels, _to_csv(rows))
@@ -82,7 +83,7 @@ def init(
     summary, counts, bad = facts.info.summary, facts.info.class_counts, facts.unreadable
     uneven = "; consider data.sampler: balanced" if max(counts) >= 2 * min(counts) else ""
     table = [
-        ("data", f"{section['name']}, {summary['data']}"),
+        ("data", f"image_folder, {summary['data']}"),
         ("classes", summary["classes"]),
         ("balance", f"{min(counts):,} to {max(counts):,} samples of a class{uneven}"),
         ("size", f"about {facts.side} pixels on the shorter side"),
@@ -109,17 +110,14 @@ def _find_data(
     section: Section = {"name": "image_folder", "root": str(folder)}
     folders = class_folders(folder, Counter())
     with_classes = [name for name in folders if class_folders(folder / name, Counter())]
-    words = {word: name for name in with_classes for word in _words(name)}
+    words = {word: name for name in with_classes for word in re.split(r"[^a-z]+", name.lower())}
     names = {split: words[word] for word, split in reversed(_SPLITS.items()) if word in words}
     read = {*names.values(), words.get("test")}  # beside a validation set, `test` is a third one
     unread = [name for name in folders if "train" in names and name not in read]
     unread = [f"folders that are not read: {first_of(unread)}"] if unread else []
-    if label_column is None:
-        if arrays := _find_arrays(folder, notes):
-            return arrays, [], notes
-        if len(names) == 2:
-            splits = {"train_split": names["train"], "test_split": names["test"]}
-            return section | splits, [], unread
+    if label_column is None and len(names) == 2:
+        splits = {"train_split": names["train"], "test_split": names["test"]}
+        return section | splits, [], unread
     rows = _read_tables(folder, label_column, notes)
     if label_column is None and not rows:
         notes += unread
@@ -127,6 +125,8 @@ def _find_data(
     classes = sorted({label for _, label, _ in rows})
     if len(classes) < 2:
         found = [f"all {len(rows):,} images are of one class, {label}" for label in classes]
+        arrays = [(file.name, list(np.load(file, "r").shape)) for file in folder.glob("*.npy")]
+        found += [f"{name} is an array of shape {shape}" for name, shape in sorted(arrays)]
         raise DataError(
             str(folder), "; ".join(["has no data to train on", *found, *notes, _VALID])
         )
@@ -139,33 +139,6 @@ def _find_data(
             rule = "no class has three images, so that one could be a test image"
             raise DataError(str(folder), "; ".join([rule, *notes]))
     return section | {"labels": str(labels)}, sorted(rows), notes
-
-
-def _words(name: str) -> list[str]:
-    return re.split(r"[^a-z]+", name.lower())
-
-
-def _find_arrays(folder: Path, notes: list[str]) -> Section:
-    section: Section = {"name": "arrays"}
-    for split in ("train", "test"):
-        shapes: dict[Path, tuple[int, ...]] = {}
-        for file in sorted(folder.glob("*.npy")):
-            if split in map(_SPLITS.get, _words(file.stem)):
-                try:
-                    shapes[file] = np.load(file, mmap_mode="r").shape
-                except Exception as error:  # a damaged header can make numpy raise anything
-                    raise DataError(str(file), f"is no array of numbers: {error}") from error
-        labels = [file for file, shape in shapes.items() if shape[1:] in ((), (1,))]
-        samples = [file for file in shapes if file not in labels]
-        if split == "train" and not shapes:
-            return {}
-        if len(samples) != 1 or len(labels) != 1:
-            found = ", ".join(f"{file.name} {list(shape)}" for file, shape in shapes.items())
-            rule = "the .npy files are not one array of samples and one of labels for each set"
-            raise DataError(str(folder), f"{rule}; of {split}: {found or 'none'}; {_VALID}")
-        section[split] = [str(samples[0]), str(labels[0])]
-        notes.append(f"{split}: samples {samples[0].name}, labels {labels[0].name}")
-    return section
 
 
 def _read_tables(folder: Path, label_column: str | None, notes: list[str]) -> list[Row]:
@@ -298,15 +271,10 @@ class Facts(NamedTuple):
 
 def _examine(section: Section) -> Facts:
     """Read labels, and a few files of each class, as a training does. Raises DataError."""
-    parsed = (ArraysData if section["name"] == "arrays" else ImageFolderData)(**section)
+    parsed = ImageFolderData(**section)
     shared, cpu = load_shared_data(parsed), torch.device("cpu")
     data = open_data(parsed, shared, hold_out=HoldOut(0), seed=0, device=cpu, channels_last=True)
     info, source = data.info, cast(ImageSource, shared)
-    if not parsed.on_nodes:
-        if len(info.sample_shape) != 3:
-            rule = "named models take images; for others write a function (own-model-and-data.md)"
-            raise DataError("data.train.0", f"has samples {list(info.sample_shape)}; {rule}")
-        return Facts(info, min(info.sample_shape[1:]))
     sides, unreadable = list[int](), list[str]()
     for number, name in enumerate(info.class_labels):
         files, readable = np.flatnonzero(source.labels == number), len(sides)
@@ -328,7 +296,7 @@ def choose(facts: Facts, *, gpus: int) -> tuple[str, int, int, int]:
     side, train = facts.side, facts.info.train_size
     if side < 16:
         model, image_size = "small_cnn", side
-    elif side <= 48 or facts.info.sample_shape[0] != 3:
+    elif side <= 48:
         model, image_size = "cifar_resnet18" if gpus else "resnet8", side // 8 * 8
     else:
         model = "resnet50" if gpus and train >= 100_000 else "resnet18"
@@ -346,12 +314,11 @@ def job_text(name: str, section: Section, facts: Facts, *, gpus: int) -> str:
     model, size, batch, epochs = choose(facts, gpus=gpus)
     train = facts.info.train_size
     lines = [f"{key}: {json.dumps(value)}" for key, value in section.items()]
-    if section["name"] == "image_folder":
-        lines.append(f"image_size: {size}  # pixels; larger is slower, and often better")
-        if size <= 48:
-            lines.append("random_crop: false  # true for photographs: cropped and mirrored")
-        elif gpus and train < 100_000:
-            lines.append("augment: {policy: trivial_augment}  # for fewer than 100,000 images")
+    lines.append(f"image_size: {size}  # pixels; larger is slower, and often better")
+    if size <= 48:
+        lines.append("random_crop: false  # true for photographs: cropped and mirrored")
+    elif gpus and train < 100_000:
+        lines.append("augment: {policy: trivial_augment}  # for fewer than 100,000 images")
     if facts.unreadable:
         lines.append("on_unreadable: skip  # some files cannot be read")
     data = "\n  ".join(lines)

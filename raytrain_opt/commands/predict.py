@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import obstore
 import torch
 
-from raytrain_opt import storage
-from raytrain_opt.data.image_folder import image_paths, left_out_kind, left_out_note
+from raytrain_opt.data.image_folder import image_paths, left_out_note
 from raytrain_opt.data.images import SUFFIXES, read_image_file
 from raytrain_opt.errors import JobError, Problem, printable
 from raytrain_opt.train.trained_model import TrainedModel
@@ -45,15 +43,6 @@ class Prediction:
         return f"{self.image}  {self.error or '  '.join(texts)}"
 
 
-def _read(image: str) -> bytes:
-    if not storage.is_remote(image):
-        return read_image_file(storage.local_path(image))
-    content = storage.read(*storage.split(image))
-    if content is None:
-        raise FileNotFoundError("there is no such file")
-    return content
-
-
 def print_predictions(model: TrainedModel, images: Sequence[str], *, as_json: bool) -> bool:
     """Print what `predict` yields, a line or an object each; return whether all are images."""
     predictions = []
@@ -70,7 +59,7 @@ def print_predictions(model: TrainedModel, images: Sequence[str], *, as_json: bo
 def predict(model: TrainedModel, images: Sequence[str]) -> Iterator[Prediction]:
     """Yield the three most probable classes of each image, the most probable first.
 
-    images: files, or folders (also URIs) that are searched with all their subfolders. A file that
+    images: files, or folders that are searched with all their subfolders. A file that
     is not an image yields an error. Raises JobError for an argument that is no such file or
     folder, or a network that does not take images.
     """
@@ -91,7 +80,7 @@ def _predict_batch(model: TrainedModel, files: Sequence[str]) -> Iterator[Predic
     errors: dict[str, str] = {}
     for file in files:
         try:
-            inputs[file] = model.preprocess([_read(file)])
+            inputs[file] = model.preprocess([read_image_file(file)])
         except Exception as error:  # noqa: BLE001 - a damaged file makes a decoder raise anything
             reason = error.strerror if isinstance(error, OSError) else None
             errors[file] = f"cannot be read: {reason or error}"
@@ -105,21 +94,14 @@ def _predict_batch(model: TrainedModel, files: Sequence[str]) -> Iterator[Predic
 
 def _find_images(argument: str, left_out: Counter[str]) -> list[str]:
     try:
-        if storage.is_remote(argument):
-            objects = obstore.list(storage.open_store(argument))
-            paths = [entry["path"] for chunk in objects for entry in chunk]
-            left_out.update(kind for path in paths if (kind := left_out_kind(path)))
-            names = [path for path in paths if not left_out_kind(path)]
-        else:
-            root = storage.local_path(argument)
-            if root.is_file():
-                return [argument]
-            images = image_paths(root, left_out) if root.is_dir() else ()
-            names = [os.path.relpath(path, root) for path, _ in images]
-    except storage.STORAGE_ERRORS as error:
-        rule = f"cannot be read: {storage.error_text(error)}"
+        root = Path(argument).expanduser()
+        if root.is_file():
+            return [argument]
+        files = [path for path, _ in image_paths(root, left_out)] if root.is_dir() else []
+    except OSError as error:
+        rule = f"cannot be read: {error.strerror}"
         raise JobError([Problem("IMAGE", rule, repr(argument))], "arguments") from None
-    if not names:
+    if not files:
         rule = f"is neither a file nor a folder with files {', '.join(SUFFIXES)}"
         raise JobError([Problem("IMAGE", rule, repr(argument))], "arguments")
-    return [storage.join(argument, name) for name in sorted(names)]
+    return sorted(files)

@@ -13,11 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from raytrain_opt.config.yaml_loader import read_yaml
 from raytrain_opt.errors import JobError, Problem, RecordError, StorageError, printable
 from raytrain_opt.execution.workspace import is_locked
 from raytrain_opt.paths import FoundRun, find_runs
-from raytrain_opt.recording.reader import read_last, read_record, read_text
+from raytrain_opt.recording.reader import read_last, read_record
 from raytrain_opt.recording.records import (
     BatchSizeRecord,
     EpochRecord,
@@ -108,21 +107,12 @@ def _read(found: FoundRun) -> ListedRun:
             )
         latest = read_last(run_dir, "epochs.jsonl", EpochRecord)
         state, duration_s = _unfinished(run_dir, started, latest)
-        epochs = latest.epochs if latest else _planned_epochs(run_dir)
+        epochs = latest.epochs if latest else None
         return ListedRun(run_dir, started, state, latest, epochs, duration_s)
     except RecordError:
         return ListedRun(run_dir, started, "damaged records")
     except StorageError:
         return ListedRun(run_dir, started, "not readable")
-
-
-def _planned_epochs(run_dir: str) -> int | None:
-    try:
-        job = read_yaml(read_text(run_dir, "job.yaml") or "", "job.yaml")
-    except JobError:
-        return None
-    epochs = job.get("epochs") if isinstance(job, dict) else None
-    return epochs if isinstance(epochs, int) else None
 
 
 def _unfinished(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Discriminator, Field, Tag
 
@@ -12,6 +12,7 @@ from raytrain_opt.config.section import (
     BrokenRule,
     Float,
     Fraction,
+    LocalPath,
     Location,
     NamedSection,
     NameOrFunction,
@@ -80,15 +81,6 @@ class HoldOut:
         return max(1, min(int(self.fraction * size), _MAX_VALIDATION_SAMPLES))
 
 
-class DataFile(NamedTuple):
-    """A file or folder that data are read from: `path`, which the job names in `field`."""
-
-    field: str
-    path: str
-    kind: Literal["file", "folder", "uri"]
-    hint: str | None = None
-
-
 class _DataSection(NamedSection):
     """What kinds of data can do.
 
@@ -122,8 +114,8 @@ class _DataSection(NamedSection):
         """Whether an epoch has equally many samples of each class."""
         return self.sampler == "balanced"
 
-    def files(self) -> Iterable[DataFile]:
-        """Yield the files and folders that must be there."""
+    def files(self) -> Iterable[tuple[str, str]]:
+        """Yield field and path of the files and folders that must be there, and of URIs."""
         return ()
 
     def broken_rules(self) -> Iterator[BrokenRule]:
@@ -137,18 +129,13 @@ class ArraySetData(_DataSection):
 
     name: ArraySet
     """digits comes with this package, the others with torchvision."""
-    root: Location = "~/.cache/raytrain_opt"
+    root: LocalPath = "~/.cache/raytrain_opt"
     """Folder of the torchvision data sets."""
     download: bool = False
     """Download the data set if it is missing."""
     augment: Augment = Field(default_factory=_default_augment)
     """Default: crop_padding 4 and flip for CIFAR, which a section replaces; none for the
     others."""
-
-    def files(self) -> Iterator[DataFile]:
-        if self.name != "digits" and not self.download:
-            hint = "data.download: true downloads the set"
-            yield DataFile("data.root", self.root, "folder", hint)
 
 
 class ArraysData(_DataSection):
@@ -157,19 +144,18 @@ class ArraysData(_DataSection):
     download: ClassVar[bool] = False
 
     name: Literal["arrays"]
-    train: tuple[Location, Location]
+    train: tuple[LocalPath, LocalPath]
     """Paths of x and y of the training set."""
-    test: tuple[Location, Location]
+    test: tuple[LocalPath, LocalPath]
     """Paths of x and y of the test set."""
     num_classes: PositiveInt | None = None
     """Default: the largest label of the training set plus one."""
     augment: Augment = Field(default_factory=Augment)
     """Only for uint8 images, [samples, height, width, channels] or with channels first."""
 
-    def files(self) -> Iterator[DataFile]:
+    def files(self) -> Iterator[tuple[str, str]]:
         for split, paths in (("train", self.train), ("test", self.test)):
-            yield DataFile(f"data.{split}.0", paths[0], "file")
-            yield DataFile(f"data.{split}.1", paths[1], "file")
+            yield from ((f"data.{split}.{i}", path) for i, path in enumerate(paths))
 
 
 class LoaderSection(_DataSection):
@@ -193,7 +179,7 @@ class ImageFolderData(LoaderSection):
     """Image files in the layout of ImageNet, root/train/<class>/*, or listed in a CSV file."""
 
     name: Literal["image_folder"]
-    root: Location
+    root: LocalPath
     """Folder of the images, at the same path on every node."""
     labels: Location | None = None
     """Path or URI of a CSV file with the columns file (below root), label, and split (train or
@@ -210,13 +196,13 @@ class ImageFolderData(LoaderSection):
     """Leave out gray images, whose files have one channel; the header of each file is read at the
     start. false: they become RGB."""
 
-    def files(self) -> Iterator[DataFile]:
-        yield DataFile("data.root", self.root, "folder")
+    def files(self) -> Iterator[tuple[str, str]]:
+        yield "data.root", self.root
         if self.labels is not None:
-            yield DataFile("data.labels", self.labels, "uri")
+            yield "data.labels", self.labels
             return
         for split in ("train_split", "test_split"):
-            yield DataFile(f"data.{split}", f"{self.root}/{getattr(self, split)}", "folder")
+            yield f"data.{split}", f"{self.root}/{getattr(self, split)}"
 
     def broken_rules(self) -> Iterator[BrokenRule]:
         """Refuse folders of splits beside a file that names the split of each image."""
@@ -242,9 +228,9 @@ class ShardsData(LoaderSection):
     cache: Location = "~/.cache/raytrain_opt/shards"
     """Folder for the indices of shards that have none beside them."""
 
-    def files(self) -> Iterator[DataFile]:
-        yield DataFile("data.train", self.train, "uri")
-        yield DataFile("data.test", self.test, "uri")
+    def files(self) -> Iterator[tuple[str, str]]:
+        paths = (("data.train", self.train), ("data.test", self.test))
+        yield from (pair for pair in paths if "://" in pair[1])  # others may have {…}
 
 
 class DatasetData(LoaderSection):

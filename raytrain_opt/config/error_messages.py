@@ -20,34 +20,17 @@ from raytrain_opt.errors import Problem
 
 MAX_VALUE_CHARACTERS = 80
 
-# pydantic's error types, and what follows "must be"; {} come from the context of the error.
-_MUST_BE = {
-    "int_type": "an integer",
-    "int_parsing": "an integer",
-    "int_parsing_size": "an integer of fewer digits",
-    "int_from_float": "an integer",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
-    "string_type": "text",
-    "callable_type": "a function",
-    "list_type": "a list",
-    "tuple_type": "a list",
-    "dict_type": "a section (keys and values)",
-    "model_type": "a section (keys and values)",
-    "model_attributes_type": "a section (keys and values) with the key {key}",
-    "greater_than": "more than {gt:g}",
-    "greater_than_equal": "at least {ge:g}",
-    "less_than": "less than {lt:g}",
-    "less_than_equal": "at most {le:g}",
-    "too_short": "a list of at least {min_length} entries",
-    "too_long": "a list of at most {max_length} entries",
-    "string_too_long": "at most {max_length} characters long",
-    "string_pattern_mismatch": "text of the form {pattern}",
+# Words of pydantic's messages, and how a job file has them.
+_WORDS = {
+    "a valid integer": "an integer",
+    "a valid number": "a number",
+    "a valid boolean": "true or false",
+    "a valid string": "text",
+    "a valid dictionary": "a section (keys and values)",
+    "a valid tuple": "a list",
+    "a valid list": "a list",
+    "callable": "a function",
 }
-
 _ACCUMULATION = (
     "global_batch_size is the batch of an update; parallel: {micro_batches: N} computes "
     "it in N parts, workers.count x the steps of accumulation"
@@ -173,20 +156,22 @@ def _problem(path: str, group: list[ErrorDetails], section: type[BaseModel]) -> 
     if kind == "invalid_key" or "[key]" in details["loc"]:
         return Problem(path, "its key must be text", path.rpartition(".")[2])
     choices = [choice for details in group for choice in _choices(details)]
-    texts = dict.fromkeys(_requirement(path, details) for details in group)
+    texts = dict.fromkeys(map(_requirement, group))
     if "a number" in texts:
         texts.pop("an integer", None)
     hint = nearest(value, choices) if isinstance(value, str) else None
-    return Problem(path, f"must be {' or '.join(texts)}", shown(value), hint)
+    other = [text for text in texts if " should " in text or text.startswith("Unable")]
+    rule = other[0][0].lower() + other[0][1:] if other else f"must be {' or '.join(texts)}"
+    return Problem(path, rule, shown(value), hint)
 
 
-def _requirement(path: str, error: ErrorDetails) -> str:
+def _requirement(error: ErrorDetails) -> str:
     """Return what follows "must be"."""
-    choices, key = _choices(error), "strategy" if path == "batch_size_search" else "policy"
-    if error["type"] == "literal_error":
-        return f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
-    pattern = _MUST_BE.get(error["type"], f"valid: {error['msg']}")
-    return pattern.format(**{"key": key, **error.get("ctx", {})})
+    if error["type"] == "model_attributes_type":
+        return "a section with the key policy or strategy"
+    message = error["msg"].removeprefix("Input should be ")
+    text = re.sub(r" or (an )?instance of \w+| or object to .*|, (unable|got) .*", "", message)
+    return _WORDS.get(text, text)
 
 
 def _choices(error: ErrorDetails) -> list[str]:

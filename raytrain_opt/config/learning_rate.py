@@ -190,8 +190,6 @@ class HorizonPolicy(_Policy):
     warmup_fraction: Fraction | None = None
     """Fraction of the training in which the rate rises from 0 to its peak. Default: 0.2 with LARS,
     else 0.1."""
-    horizon: Annotated[PositiveFloat, Field(le=1)] = 0.5
-    """Length of a candidate's schedule in epochs, if max_search_cost allows it."""
     max_search_cost: Annotated[PositiveFloat, Field(le=1)] | Literal["auto"] = "auto"
     """Limit of the search, as a fraction of the samples of the training. auto: 0.2; in a small
     training more, up to 1, so that candidates have the 300 updates that a decision needs."""

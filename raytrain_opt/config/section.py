@@ -50,13 +50,20 @@ def _refuse_variables(path: str) -> str:
     return path
 
 
+def _refuse_uri(path: str) -> str:
+    if "://" in path:
+        raise ValueError("must be a path in the file system of every node, not a URI")
+    return path
+
+
 # A path or URI.
 Location = Annotated[str, AfterValidator(_refuse_variables)]
+LocalPath = Annotated[Location, AfterValidator(_refuse_uri)]
 
 _UNITS_S = {"": 1, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 
-def parse_duration(value: object) -> Any:
+def parse_duration(value: object) -> object:
     """Return the seconds of 90, 90s, 45min, 2h or 1h30min; any other value as it is."""
     text = re.sub(r"\s", "", value).lower() if isinstance(value, str) else ""
     if not re.fullmatch(r"(\d+(\.\d+)?(s|sec|m|min|h|d|$))+", text):
@@ -68,16 +75,6 @@ def parse_duration(value: object) -> Any:
 # Text with units, or seconds.
 Duration = Annotated[Seconds, BeforeValidator(parse_duration)]
 
-
-def _require_interval(value: int | str) -> int | str:
-    length = value if isinstance(value, int) else parse_duration(value)
-    if isinstance(length, str) or length <= 0:
-        raise ValueError("must be a time such as 60s or 5min, or a number of steps")
-    return value
-
-
-# A time as text with units, or a number of steps.
-Interval = Annotated[int | str, AfterValidator(_require_interval)]
 
 # A broken rule over several fields: the path below the section, and what is wrong.
 BrokenRule = tuple[str, str]

@@ -250,9 +250,8 @@ class ParallelSection(Section):
     """Micro-batches that a global batch is split into; not with batch_size_search. BatchNorm
     normalizes each. sync: at least one per worker. The same number gives the same weights, to the
     bit, on any number of workers; with several per worker, shares follow measured speeds. Default:
-    workers.count. async: a multiple of workers.count. Default: one per worker in the first epoch,
-    then as many as hide their messages, at most 16 of at least 8 samples, and fewer again where
-    that trains 10 % slower."""
+    workers.count. async: a multiple of workers.count; default: at most 4 per worker, of at least 8
+    samples."""
     staleness_bound: NonNegativeInt | None = None
     """async only: maximum number of updates between reading weights and applying the gradient; P
     equal workers have about P. A worker waits if a gradient could exceed it. null: no bound."""

@@ -5,8 +5,8 @@ The imports inside the functions keep torch, which takes seconds to import, out 
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, TypeAlias, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from raytrain_opt.config.data import ArraysData, ArraySetData, ImageFolderData, ShardsData
 
@@ -21,14 +21,6 @@ if TYPE_CHECKING:
 # What the driver reads once for all processes.
 SharedData: TypeAlias = "DatasetArrays | SampleSource | None"
 
-# Module and function that read a kind of data, which the driver shares.
-_READERS = {
-    ArraySetData: ("in_memory_sets", "load_array_set"),
-    ArraysData: ("in_memory_sets", "load_arrays"),
-    ImageFolderData: ("image_folder", "ImageFolderSource"),
-    ShardsData: ("shards", "ShardSource"),
-}
-
 
 def load_shared_data(section: DataSection) -> SharedData:
     """Read what the driver shares: arrays, image files' names or shards' indices.
@@ -36,11 +28,18 @@ def load_shared_data(section: DataSection) -> SharedData:
     A thousand processes that each walked the folders of images would read a shared file system a
     thousand times. None for a user's Datasets. Raises DataError.
     """
-    if type(section) not in _READERS:
-        return None
-    module, function = _READERS[type(section)]
-    shared: SharedData = getattr(import_module(f"raytrain_opt.data.{module}"), function)(section)
-    return shared
+    from raytrain_opt.data.image_folder import ImageFolderSource
+    from raytrain_opt.data.in_memory_sets import load_array_set, load_arrays
+    from raytrain_opt.data.shards import ShardSource
+
+    readers: dict[Any, Callable[[Any], SharedData]] = {
+        ArraySetData: load_array_set,
+        ArraysData: load_arrays,
+        ImageFolderData: ImageFolderSource,
+        ShardsData: ShardSource,
+    }
+    reader = readers.get(type(section))
+    return None if reader is None else reader(section)
 
 
 def open_data(

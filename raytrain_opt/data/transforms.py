@@ -135,13 +135,23 @@ def resolve_preprocessing(
     """Return what `data.normalize` asks for, for samples of this `shape` for the model.
 
     `auto`: the statistics of images for `normalize: auto`; None only scales them to 0..1. Raises
-    DataError as `explicit_mean_std` does.
+    DataError: not one value (or one for all) per channel, or a deviation that is not positive.
     """
-    mean_std = explicit_mean_std(normalize, shape[0]) if shape else None
-    if is_image and mean_std is None:
-        mean_std = auto or ([0.0], [1.0])
-    plain = None if mean_std is None else (list(mean_std[0]), list(mean_std[1]))
-    return Preprocessing(is_image, plain, center_crop)
+    if isinstance(normalize, str) or not shape:
+        mean_std = (auto or ([0.0], [1.0])) if is_image else None
+        return Preprocessing(
+            is_image, mean_std and (list(mean_std[0]), list(mean_std[1])), center_crop
+        )
+    means, stds = normalize
+    for values in (means, stds):
+        if len(values) not in (1, shape[0]):
+            rule = "write one for each channel, or one for all: [[means], [standard deviations]]"
+            given = f"{len(values)} values for {shape[0]} channels"
+            raise DataError("data.normalize", f"{given}; {rule}")
+    if not (np.isfinite(means).all() and np.isfinite(stds).all() and min(stds) > 0):
+        rule = "means must be finite and standard deviations above 0"
+        raise DataError("data.normalize", f"{rule} (given: {normalize})")
+    return Preprocessing(is_image, (list(means), list(stds)), center_crop)
 
 
 def make_transform(
@@ -175,26 +185,6 @@ def make_transform(
         return values.contiguous(memory_format=memory_format)
 
     return transform
-
-
-def explicit_mean_std(normalize: NormalizeSetting, channels: int) -> MeanStd | None:
-    """Return the means and standard deviations written in the job; None for auto and none.
-
-    Raises DataError: not one value (or one for all) per channel, or a standard deviation that
-    is not positive.
-    """
-    if isinstance(normalize, str):
-        return None
-    means, stds = normalize
-    for values in (means, stds):
-        if len(values) not in (1, channels):
-            rule = "write one for each channel, or one for all: [[means], [standard deviations]]"
-            given = f"{len(values)} values for {channels} channels"
-            raise DataError("data.normalize", f"{given}; {rule}")
-    if not (np.isfinite(means).all() and np.isfinite(stds).all() and min(stds) > 0):
-        rule = "means must be finite and standard deviations above 0"
-        raise DataError("data.normalize", f"{rule} (given: {normalize})")
-    return means, stds
 
 
 def channel_mean_std(images: npt.NDArray[np.uint8], indices: Indices) -> MeanStd:

@@ -21,6 +21,9 @@ from raytrain_opt.data.source import Sample, SampleSource
 from raytrain_opt.errors import DataError
 from raytrain_opt.random_state import seeded
 
+# Types of x that a network gets as they are; all others become float32.
+_KEPT = (torch.float32, torch.int8, torch.int16, torch.int32, torch.int64)
+
 
 class UserDatasetSource(SampleSource):
     """Samples of the Datasets (train, test) that the user's function returns.
@@ -200,8 +203,7 @@ class UserDatasetSource(SampleSource):
                 split, index, f"it must be a pair (x, label), not {type(sample).__name__}"
             )
         x, label = sample
-        if isinstance(x, np.ndarray):
-            x = torch.from_numpy(np.array(x))
+        x = _as_tensor(x)
         if not isinstance(x, torch.Tensor):
             rule = (
                 f"x is {type(x).__module__}.{type(x).__name__}; it must be a tensor or numpy "
@@ -213,20 +215,24 @@ class UserDatasetSource(SampleSource):
             axis = channel_axis(tuple(x.shape), default=0)
             self.notes = self.notes or (layout_note(self._name, tuple(x.shape), 0),)
             x = x if axis == 0 else x.permute(2, 0, 1)
-        return _convert(x.detach()), self._class_index(split, index, label)
+        is_kept = x.dtype in _KEPT or (x.dtype == torch.uint8 and x.ndim == 3)
+        x = x.detach() if is_kept else x.detach().float()
+        return x, self._class_index(split, index, label)
 
     def _tensors(self, split: SourceSplit, index: int, sample: Any) -> Sample:
         """Return the sample of a user's task with all leaves as tensors."""
 
         def convert(leaf: Any) -> torch.Tensor:
-            if not isinstance(leaf, torch.Tensor | np.ndarray | np.generic | int | float):
+            if isinstance(leaf, np.generic | int | float):
+                leaf = torch.as_tensor(leaf)
+            leaf = _as_tensor(leaf)
+            if not isinstance(leaf, torch.Tensor):
                 rule = (
                     f"it contains a {type(leaf).__name__}; with a task of your own it must be a "
                     "tensor, an array or a number, or a dict, list or tuple of these"
                 )
                 raise self._error(split, index, rule)
-            tensor = torch.as_tensor(np.array(leaf) if isinstance(leaf, np.ndarray) else leaf)
-            return tensor.detach().float() if tensor.dtype == torch.float64 else tensor.detach()
+            return leaf.detach()
 
         tensors = map_leaves(convert, sample)
         if not any(True for _ in leaves(tensors)):
@@ -264,17 +270,9 @@ def _call(
     return {"train": pair[0], "test": pair[1]}
 
 
-def _convert(x: torch.Tensor) -> torch.Tensor:
-    """Return uint8 images and other integers unchanged, everything else as float32."""
-    is_image = x.dtype == torch.uint8 and x.ndim == 3
-    if is_image or x.dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
-        return x
-    return x.to(torch.float32)
-
-
 def _as_tensor(leaf: Any) -> Any:
     """Return what can be a tensor as one, as the device takes it; other values as they are."""
-    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":  # reversed ones are copied
         leaf = torch.from_numpy(np.array(leaf))
     is_tensor = isinstance(leaf, torch.Tensor)
     return leaf.float() if is_tensor and leaf.dtype == torch.float64 else leaf

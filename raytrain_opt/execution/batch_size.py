@@ -26,9 +26,7 @@ from raytrain_opt.recording.recorder import append_records, write_record
 from raytrain_opt.recording.records import (
     BatchSizeProbeRecord,
     BatchSizeRecord,
-    RateChange,
     ResultRecord,
-    SizeChange,
 )
 from raytrain_opt.report import try_write_report
 from raytrain_opt.results import Probe
@@ -116,31 +114,26 @@ def search_batch_size(
     with open_prober() as prober:
         strategy = build_strategy(section, bounds)
         choice = run_probes(strategy, prober, job.max_restarts, record_probe)
-    record = _record(job, placement, choice, probes, monotonic_s() - started_s)
+    record = _record(placement, choice, probes, monotonic_s() - started_s)
     write_record(paths.batch_size, record)
     for line in _summary(record, job, info.train_size):
         workspace.terminal.note(line)
-    return record.global_batch_size.after
+    return record.global_batch_size
 
 
 def _record(
-    job: Job,
     placement: Placement,
     choice: BatchSizeChoice,
     probes: Sequence[BatchSizeProbeRecord],
     duration_s: float,
 ) -> BatchSizeRecord:
-    before, after = job.global_batch_size, choice.batch_size * placement.workers
     samples_per_s = next(p.samples_per_s for p in reversed(probes) if p.check)
     assert samples_per_s is not None  # of the last check, which fitted
     return BatchSizeRecord(
         batch_size_per_worker=choice.batch_size,
-        global_batch_size=SizeChange(before=before, after=after),
+        global_batch_size=choice.batch_size * placement.workers,
         samples_per_s=samples_per_s,
         reason=choice.reason,
-        learning_rate=RateChange(
-            rule=_scaling_rule(job), before=scaled_lr(job, before), after=scaled_lr(job, after)
-        ),
         duration_s=duration_s,
         probes=len(probes),
     )
@@ -204,19 +197,19 @@ def run_probes(
 
 def _summary(record: BatchSizeRecord, job: Job, train_size: int) -> Iterator[str]:
     """Yield the result of a search in words, and what it may cost the training."""
-    size, lr = record.global_batch_size, record.learning_rate
+    sizes = job.global_batch_size, record.global_batch_size
     before, after = (
-        Updates.count(train_size, batch, length_of(job), job.batch_ramp)
-        for batch in (size.before, size.after)
+        Updates.count(train_size, size, length_of(job), job.batch_ramp) for size in sizes
     )
+    lr_before, lr_after = (scaled_lr(job, size) for size in sizes)
     yield (
         f"batch size {record.batch_size_per_worker} per worker "
         f"({record.samples_per_s:,.0f} samples/s): {record.reason}; global_batch_size "
-        f"{size.before} -> {size.after}, learning_rate.initial {lr.before:.4g} -> "
-        f"{lr.after:.4g} ({lr.rule}); updates: {before} -> {after}; {record.probes} probes, "
+        f"{sizes[0]} -> {sizes[1]}, learning_rate.initial {lr_before:.4g} -> {lr_after:.4g} "
+        f"({_scaling_rule(job)}); updates: {before} -> {after}; {record.probes} probes, "
         f"{record.duration_s:.1f} s"
     )
-    factor = lr.after / lr.before
+    factor = lr_after / lr_before
     if factor > LARGEST_LR_FACTOR:
         yield (
             f"warning: learning_rate.initial grows {factor:.3g}-fold, as max_batch_size allows. "

@@ -10,11 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING, Any
 
 from raytrain_opt.config.data import (
-    DataFile,
     DataSection,
 )
 from raytrain_opt.config.load import plain_job, resolve_function
@@ -83,12 +81,12 @@ def check_data(data: DataSection) -> list[Problem]:
         for problem in problems_of(partial(resolve_function, function, field))
     ]
     faulty: list[str] = []
-    for file in data.files():
-        if file.path.startswith(tuple(faulty)):  # below a folder that is missing
+    for field, path in data.files():
+        if path.startswith(tuple(faulty)):  # below a folder that is missing
             continue
-        found = check_uri(file.path, file.field) if file.kind == "uri" else _check_path(file)
+        found = check_uri(path, field) if "://" in path else _check_path(field, path)
         problems += found
-        faulty += [f"{file.path}/"] * bool(found)
+        faulty += [f"{path}/"] * bool(found)
     return problems
 
 
@@ -293,19 +291,12 @@ def _check_sampler(sections: Mapping[str, Any]) -> list[Problem]:
     return problems_of(lambda: check_sampler(search, use_gpu=False))
 
 
-def _check_path(file: DataFile) -> list[Problem]:
-    """Return a problem unless it is there and a folder or a file, as the field needs."""
-    kind, shown = file.kind, repr(file.path)
-    if "://" in file.path:
-        rule = f"must be a {kind} in the file system of every node, not a URI"
-        return [Problem(file.field, rule, shown)]
+def _check_path(field: str, path: str) -> list[Problem]:
     try:
-        mode = Path(file.path).expanduser().stat().st_mode
-    except FileNotFoundError:
-        rule = f"no such {kind} on this machine (the job is checked where it starts)"
-        return [Problem(file.field, rule, shown, file.hint)]
+        if Path(path).expanduser().exists():
+            return []
+        rule = "no such file or folder on this machine (the job is checked where it starts)"
+        return [Problem(field, rule, repr(path))]
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: an unknown ~user
         reason = error.strerror if isinstance(error, OSError) else None
-        return [Problem(file.field, f"cannot be read: {reason or error}", shown, file.hint)]
-    is_right_kind = S_ISDIR(mode) if kind == "folder" else S_ISREG(mode)
-    return [] if is_right_kind else [Problem(file.field, f"must be a {kind}", shown, file.hint)]
+        return [Problem(field, f"cannot be read: {reason or error}", repr(path))]

@@ -58,8 +58,7 @@ class InProcessBackend:
             fastest = None if on_gpu or choose is None else partial(choose, batch_size)
             threads = Cores.measure().choose(1, note, fastest)
         self._choose_threads = None
-        candidates = self._job.learning_rate.max_candidates if search else 0
-        return Placement(self._job.workers.size, threads, candidates)
+        return Placement(self._job.workers.size, threads)
 
     def find_batch_size(self, facts: Facts, placement: Placement, workspace: Workspace) -> int:
         return self._job.global_batch_size  # `read` refuses a search
@@ -75,7 +74,7 @@ class InProcessBackend:
             del shared
             yield in_process_pools(
                 learner,
-                with_slots=resolved.candidates > 0 and job.search_on == "slots",
+                with_slots=job.learning_rate.max_candidates > 0 and job.search_on == "slots",
                 candidate_batch=job.learning_rate.candidate_batch,
             )
 

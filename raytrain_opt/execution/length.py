@@ -1,9 +1,22 @@
-"""How long a run trains: its epochs, a time, or until the `stop` section ends it."""
+"""How long a run trains: its epochs, a time, or until the `stop` section ends it.
+
+The rest of a training for a time is laid out before each epoch, at the speed measured so far:
+
+    t, c     seconds of an update, and of all else in an epoch
+    S, T     updates in a full epoch; seconds left
+
+While more than two full epochs of S t + c seconds fit into T, the next one is full. From then on
+an epoch takes half of what is left, so that the speed is measured again and again before the end:
+the last ones are short, but not shorter than 4 c and `_SHORTEST_EPOCH`.
+
+An epoch covers the same fraction of what is left of the schedule as of the updates left. So the
+rate is continuous when the speed changes, and the schedule ends with the time.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.schema import StopSection
@@ -15,8 +28,7 @@ from raytrain_opt.pools.protocol import MainTraining
 from raytrain_opt.recording.recorder import EventLog
 from raytrain_opt.recording.records import EpochRecord
 from raytrain_opt.results import Metric, Steps
-from raytrain_opt.search.policy import History, Policy, StartAgain, TryCandidates
-from raytrain_opt.search.time_budget import Pace, plan_epoch
+from raytrain_opt.search.policy import History
 
 # Time is planned to end this much earlier: what the last epoch takes is known afterwards only.
 _MARGIN = 0.04
@@ -32,6 +44,14 @@ _MEASURED_LR = 1e-9
 _NOTABLE_CHANGE = 0.1
 
 
+@dataclass(frozen=True)
+class Pace:
+    """Measured seconds of an update, and of all else in an epoch."""
+
+    step_s: float
+    other_s: float
+
+
 class TrainingLength:
     """Plans the epochs of a run, and says which is the last."""
 
@@ -42,7 +62,6 @@ class TrainingLength:
         self._pace: Pace | None = None
         self._optimizer = 0  # that was measured
         self._span: EpochSpan | None = None
-        self._reported_steps = 0
         self._warned = False
         self.records: list[EpochRecord] = []  # of the finished epochs
 
@@ -52,33 +71,22 @@ class TrainingLength:
             yield len(self.records) + 1
 
     def resume(self, records: list[EpochRecord], history: History) -> None:
-        """Continue after these epochs."""
+        """Continue after these epochs, perhaps for another number of them.
+
+        Raises JobError if the optimizer would change.
+        """
         self.records = records
         self._span = history.plans[-1] if history.plans else None
-
-    def log_change(
-        self, policy: Policy, history: History, lrs: Sequence[float], steps: int
-    ) -> None:
-        """Say what another number of epochs than before does to the rate, if it is another.
-
-        `lrs`: of all steps so far, the last `steps` of them in the next epoch. Raises JobError if
-        the optimizer would change.
-        """
         epochs = self._length.known_epochs
-        if not self.records or epochs in (0, self.records[-1].epochs):
+        if not records or epochs in (0, records[-1].epochs):
             return
-        before, latest = self.records[-1], history.latest
+        before, latest = records[-1], history.latest
         name = str(self._optimizers[latest.next_optimizer if latest else 0].name)
         if name != before.optimizer:  # the choice of Muon depends on the length
             rule = f"would continue with {name} after epochs with {before.optimizer}"
             hint = "start a new run from the weights: --set model.weights=RUN_DIR"
             raise JobError([Problem("epochs", rule, str(epochs), hint)])
-        action = policy.next(before.epoch + 1, history)
-        if isinstance(action, StartAgain):  # which says its rate
-            return
-        planned = (action.base_lr,) if isinstance(action, TryCandidates) else action.steps.lrs
-        text = f"{lrs[-1]:.3g} to {planned[min(steps, len(planned) - 1)]:.3g}"
-        text = f"the schedule now covers {epochs} epochs: the rate goes from {text}"
+        text = f"the schedule now covers {epochs} epochs, not {before.epochs}"
         self._event_log.log("length", before.epoch + 1, text)
 
     @property
@@ -97,24 +105,21 @@ class TrainingLength:
         """
         if self._length.known_epochs:
             return history
-        time_s = self._length.seconds
-        optimizer = history.latest.next_optimizer if history.latest else 0
+        time_s, latest = self._length.seconds, history.latest
+        optimizer = latest.next_optimizer if latest else 0
         if self._pace is None or optimizer != self._optimizer:
             self._pace = measure(optimizer, min(_MEASURED_S, _MEASURED_FRACTION * time_s))
             self._optimizer = optimizer
-        epoch = len(self.records) + 1
+        epoch, full_steps = len(self.records) + 1, self._steps.first
         left_s = (1 - _MARGIN) * time_s - self._event_log.elapsed_s()
-        self._span = plan_epoch(
-            epoch,
-            left_s,
-            self._pace,
-            self._steps.first,
-            evaluate_every=self._job.evaluate.every_epochs,
-            shortest_s=_SHORTEST_EPOCH * time_s,
-            plans=history.plans,
-        )
-        self._log_plan(self._span, left_s)
-        return history.after_plan(self._span)
+        steps = lay_out(left_s, self._pace, full_steps, _SHORTEST_EPOCH * time_s)
+        span = self._span = plan_epoch(epoch, steps, history.plans)
+        before = history.plans[-1].total_steps if history.plans else 0
+        if abs(span.total_steps - before) > _NOTABLE_CHANGE * before:
+            epochs = span.total_steps / full_steps
+            text = f"train_for: a training of {epochs:.3g} epochs; {max(left_s, 0):.0f} s are left"
+            self._event_log.log("planned", epoch, text)
+        return history.after_plan(span)
 
     def is_last(self, epoch: int) -> bool:
         """Return whether the schedule ends with this epoch."""
@@ -137,29 +142,17 @@ class TrainingLength:
         return ends
 
     def _measure_epoch(self, record: EpochRecord) -> None:
+        """Take the mean of the pace so far and the epoch's, of which each alone is noisy."""
         if self._pace is None:
             return
-        timings_s, pace = record.timings_s, self._pace
-        main_s = timings_s.get("main_compute_s") or 0.0
-        evaluate_s = timings_s.get("evaluate_s")
-        steps = record.samples / self._job.global_batch_size
-        measured = Pace(
-            main_s / steps if steps else pace.step_s,
-            pace.evaluate_s if evaluate_s is None else evaluate_s,
-            # The first epoch includes the search.
-            record.duration_s - main_s - (evaluate_s or 0.0) if record.epoch > 1 else pace.other_s,
-        )
-        self._pace = pace.updated(measured)
-
-    def _log_plan(self, span: EpochSpan, left_s: float) -> None:
-        """Log the first plan, and later ones of clearly another length."""
-        reported = self._reported_steps
-        change = abs(span.total_steps / reported - 1) if reported else math.inf
-        if change > _NOTABLE_CHANGE:
-            self._reported_steps = span.total_steps
-            epochs = span.total_steps / self._steps.first
-            text = f"train_for: a training of {epochs:.3g} epochs; {max(left_s, 0):.0f} s are left"
-            self._event_log.log("planned", span.epoch, text)
+        step_s, other_s = self._pace.step_s, self._pace.other_s
+        main_s = record.timings_s.get("main_compute_s") or 0.0
+        if record.samples:
+            measured_s = main_s * self._job.global_batch_size / record.samples
+            step_s = (step_s + measured_s) / 2
+        if record.epoch > 1:  # the first one includes the search
+            other_s = (other_s + record.duration_s - main_s) / 2
+        self._pace = Pace(step_s, other_s)
 
     def _stop_reason(self) -> tuple[str, bool]:
         """Return why the `stop` section would end the run, if it would, and whether it does."""
@@ -176,29 +169,56 @@ class TrainingLength:
         return "", False
 
 
+def lay_out(left_s: float, pace: Pace, full_steps: int, shortest_s: float) -> list[int]:
+    """Return the updates of each epoch that is left, at least one of them."""
+    full_s = full_steps * pace.step_s + pace.other_s
+    shortest_s = max(shortest_s, 4 * pace.other_s, pace.step_s)
+    full_epochs = max(0, int(left_s / full_s) - 1)
+    left_s -= full_epochs * full_s
+    epochs = [full_steps] * full_epochs
+    while left_s > 0:
+        epoch_s = max(left_s / 2, shortest_s)
+        if left_s - epoch_s < shortest_s:
+            epoch_s = left_s
+        epoch_s = min(epoch_s, full_s)
+        epochs.append(round((epoch_s - pace.other_s) / pace.step_s))
+        left_s -= epoch_s
+    return [steps for steps in epochs if steps > 0] or [1]
+
+
+def plan_epoch(epoch: int, left: Sequence[int], plans: Sequence[EpochSpan]) -> EpochSpan:
+    """Return what `epoch` covers, the first of the epochs with these updates.
+
+    `plans`: earlier ones; the last of each epoch before says what it covered.
+    """
+    done = {plan.epoch: plan for plan in plans if plan.epoch < epoch}
+    start = done[epoch - 1].stop if done else 0.0
+    stop = 1.0 if len(left) == 1 else start + (1.0 - start) * left[0] / sum(left)
+    total_steps = sum(plan.steps for plan in done.values()) + sum(left)
+    return EpochSpan(epoch, epoch - 1 + len(left), start, stop, 1.0, left[0], total_steps)
+
+
 def measure_pace(
     training: MainTraining, state: StateRef, optimizer: int, epoch_steps: int, limit_s: float
 ) -> tuple[Pace, int]:
     """Train some updates and evaluate, both from `state`; return the pace and their number."""
-    total = 0
+    total, steps = 0, min(_FIRST_STEPS, epoch_steps)
 
-    def time_steps(steps: int) -> tuple[float, float]:
-        """Return the seconds of this many updates, and of all else in a training of them."""
+    def time_steps() -> tuple[float, float]:
+        """Return the seconds of `steps` updates, and of all else in a training of them."""
         nonlocal total
         total += steps
         began_s = monotonic_s()
-        measured = Steps(0, (_MEASURED_LR,) * steps, optimizer=optimizer)
-        command = MainTrain(state, 1, measured)
+        command = MainTrain(state, 1, Steps(0, (_MEASURED_LR,) * steps, optimizer=optimizer))
         steps_s = training.train(command).totals.duration_s
         return steps_s, monotonic_s() - began_s - steps_s
 
-    steps = min(_FIRST_STEPS, epoch_steps)
-    time_steps(steps)
-    steps_s, other_s = time_steps(steps)
+    time_steps()
+    steps_s, other_s = time_steps()
     while steps_s + other_s < limit_s / 2 and steps < epoch_steps:
         steps = min(2 * steps, epoch_steps)
-        steps_s, other_s = time_steps(steps)
-    return Pace(steps_s / steps, training.evaluate(state).duration_s, other_s), total
+        steps_s, other_s = time_steps()
+    return Pace(steps_s / steps, other_s + training.evaluate(state).duration_s), total
 
 
 def reached_target(section: StopSection, metric: Metric, values: Sequence[float | None]) -> bool:

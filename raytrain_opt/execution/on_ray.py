@@ -18,8 +18,7 @@ from ray import cloudpickle
 from raytrain_opt.cluster.connection import check_address, ray_session, watch_preemption
 from raytrain_opt.cluster.ray_private import log_folder
 from raytrain_opt.cluster.resources import PoolPlan, plan_when_there_is_room
-from raytrain_opt.config.processes import TimeoutsSection
-from raytrain_opt.config.schema import Job
+from raytrain_opt.config.schema import Job, TimeoutsSection
 from raytrain_opt.errors import (
     DataError,
     JobError,
@@ -164,7 +163,7 @@ class RayBackend:
                 fastest = partial(choose, max(1, batch_size))
             threads = self._cores.choose(plan.workers_per_node, note, fastest)
         self._choose_threads = None
-        return Placement(plan.workers, threads, candidates)
+        return Placement(plan.workers, threads)
 
     def find_batch_size(self, facts: Facts, placement: Placement, workspace: Workspace) -> int:
         if self._job.batch_size_search is None:

@@ -136,6 +136,16 @@ class EpochMetrics:
         for name, seconds in outcome.timings_s.items():
             self.stopwatch.add(f"main_{name}", seconds)
 
+    def keep_results(self, action: TryCandidates, results: Sequence[CandidateResult]) -> None:
+        """Note the candidates of the round in progress that have a result."""
+        self.round = PartialRound(action, tuple(results))
+
+    def results_of(self, action: TryCandidates) -> list[CandidateResult]:
+        """Return the results of the first candidates, which an interrupted run has trained."""
+        if self.round is None or self.round.action != action:
+            return []
+        return list(self.round.results)
+
     @classmethod
     def resumed(cls, partial: PartialEpoch) -> EpochMetrics:
         """Continue the timing from the seconds spent before the interruption."""

@@ -44,17 +44,15 @@ class Placement:
     """The processes that a job gets.
 
     `threads`: compute threads of each worker on CPU, None for an even part of the node's cores.
-    `candidates`: of a round, at most; 0 without rounds.
     """
 
     workers: int
     threads: int | None
-    candidates: int
 
     @classmethod
     def from_job(cls, job: Job) -> Placement:
         """Return what the job asks for, with one worker if the cluster is to decide."""
-        return cls(job.workers.size, job.workers.threads, job.learning_rate.max_candidates)
+        return cls(job.workers.size, job.workers.threads)
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class Resolved:
 
     `job`: as job.yaml has it, with final batch size, rate, workers and threads. `learner`: with
     the optimizers that are worth trying. `policy`: chooses the rates. `steps`: updates per epoch.
-    `candidates`: of a round, at most. `note`: why an optimizer was left out.
+    `note`: why an optimizer was left out.
     """
 
     job: Job
@@ -72,7 +70,6 @@ class Resolved:
     length: Length
     steps: EpochSteps
     policy: Policy
-    candidates: int
     note: str | None = None
 
 
@@ -99,7 +96,7 @@ def resolve(job: Job, facts: Facts, placement: Placement, global_batch_size: int
     )
     policy = build_policy(chosen, length, steps, task)
     learner = replace(learner, optimizers=chosen.optimizers)
-    return Resolved(job, facts.info, learner, length, steps, policy, placement.candidates, note)
+    return Resolved(job, facts.info, learner, length, steps, policy, note)
 
 
 def settle(job: Job, placement: Placement, global_batch_size: int) -> Job:

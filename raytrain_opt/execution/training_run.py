@@ -9,28 +9,22 @@ from functools import partial
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.data.base import DataFingerprint
-from raytrain_opt.errors import DivergedError, PoolError
+from raytrain_opt.errors import DivergedError
 from raytrain_opt.execution.callbacks import Callbacks
 from raytrain_opt.execution.checkpoint_writer import CheckpointWriter
-from raytrain_opt.execution.length import TrainingLength, measure_pace
-from raytrain_opt.execution.progress import (
-    EpochMetrics,
-    PartialEpoch,
-    PartialRound,
-    RunProgress,
-    epoch_record,
-)
+from raytrain_opt.execution.length import Pace, TrainingLength, measure_pace
+from raytrain_opt.execution.progress import EpochMetrics, PartialEpoch, RunProgress, epoch_record
 from raytrain_opt.execution.resolve import Resolved
 from raytrain_opt.execution.resume import job_fields
-from raytrain_opt.execution.worker_events import WorkerEvents
 from raytrain_opt.execution.workspace import Workspace
-from raytrain_opt.pools.commands import MainTrain, Pretrain, Progress, StateRef
+from raytrain_opt.pools.commands import MainTrain, Progress, StateRef
 from raytrain_opt.pools.protocol import (
     Pool,
     Pools,
     TrainingOutcome,
     fetch_candidate_state,
     fetch_initial_state,
+    train_candidates,
 )
 from raytrain_opt.recording.predictions import PredictionsRecord
 from raytrain_opt.recording.recorder import EventLog, Recorder
@@ -46,7 +40,6 @@ from raytrain_opt.search.policy import (
     TryCandidates,
     is_finite,
 )
-from raytrain_opt.search.time_budget import Pace
 from raytrain_opt.train.checkpoint import Checkpoint, read_checkpoint
 from raytrain_opt.train.pretrained import start_from_pretrained
 from raytrain_opt.train.state import TrainingState
@@ -78,8 +71,7 @@ class TrainingRun:
         self._workers_ready = False
         self._initial: TrainingState | None = None  # while the training may start again
         self._in_round = False  # candidates are trained
-        self._searches = resolved.candidates > 0
-        self._worker_events = WorkerEvents(self.event_log, pools.workers)
+        self._at_work = pools.workers.size  # in the latest epoch
         for pool in pools.all:
             pool.on_wait = self._on_wait
         data, fields = DataFingerprint.of(resolved.info), job_fields(self.job)
@@ -130,40 +122,25 @@ class TrainingRun:
 
     def pretrain(self, state: StateRef, action: TryCandidates) -> list[CandidateResult]:
         """Train and score every candidate: on the slots in waves, or on all workers together."""
-        self._candidate_pool()
+        pool = self._candidate_pool()
         self._show_phase(action.epoch, f"pre-train {len(action.candidates)} candidates")
         self._in_round = True
-        before = self._epoch.round
-        is_resumed = before is not None and before.action == action
-        results = list(before.results) if before is not None and is_resumed else []
+        results = self._epoch.results_of(action)
         left = action.candidates[len(results) :]
         # Workers train one after the other; a winner's state is kept for one command.
         one_by_one = self.pools.slots is None and not action.keeps_winner
         with self._epoch.stopwatch.measure("pretrain_s"):
             for part in [(candidate,) for candidate in left] if one_by_one else [left]:
-                results += self._train_candidates(state, replace(action, candidates=part))
-                self._epoch.round = PartialRound(action, tuple(results))
+                results += train_candidates(pool, state, replace(action, candidates=part))
+                self._epoch.keep_results(action, results)
                 self.checkpoints.interval.count(len(part) * action.pretrain_steps)
                 if len(results) < len(action.candidates) and self._must_save():
                     self._save_partial(state)
         self._epoch.round = None
+        self._log_lost(action, results)
         self.progress = self.progress.add_samples(search=sum(r.samples for r in results))
         self._epoch.results = results
         return results
-
-    def _train_candidates(self, state: StateRef, action: TryCandidates) -> list[CandidateResult]:
-        """Return the results in the order of the candidates."""
-        pool = self._candidate_pool()
-        residents = pool.alive()
-        replies = pool.command(Pretrain(state, action, residents), residents)
-        if not replies:
-            raise PoolError(
-                f"epoch {action.epoch}: every slot died more often than max_restarts "
-                f"({self.job.max_restarts}) allows"
-            )
-        results = [result for reply in replies.values() for result in reply.results]
-        results += self._worker_events.lost_results(action, results, pool)
-        return sorted(results, key=lambda result: result.candidate.index)
 
     def state_after(self, state: StateRef, action: TryCandidates, decision: Decision) -> StateRef:
         winner = decision.winner
@@ -198,7 +175,8 @@ class TrainingRun:
         self._wait_for_workers()
         self._in_round = False
         self._show_phase(action.epoch, "main train")
-        if action.epoch == 1 and not self.history.decisions and self._searches:
+        searches = self.job.learning_rate.max_candidates > 0
+        if action.epoch == 1 and not self.history.decisions and searches:
             self.terminal.note(f"epoch 1: {action.reason}")
         if self._epoch.train is None and action.overfitting:
             text = f"epoch {action.epoch}: {action.overfitting}"
@@ -250,7 +228,8 @@ class TrainingRun:
             raise
 
     def _add_main_training(self, command: MainTrain, outcome: TrainingOutcome) -> None:
-        self._worker_events.trained(command.epoch, outcome.workers)
+        self.startup.mark("first_step_s")  # where no worker has reported a step
+        self._log_workers(command.epoch, outcome.workers)
         self.pools.states.keep(outcome.state)
         self._epoch.add(command, outcome)
         self.checkpoints.interval.count(outcome.totals.steps)
@@ -261,6 +240,14 @@ class TrainingRun:
         elif totals.failure:
             text = f"epoch {command.epoch}: a training that is not finite raised {totals.failure}"
             self.event_log.log("diverged", command.epoch, text)
+
+    def _log_workers(self, epoch: int, workers: int) -> None:
+        before, self._at_work = self._at_work, workers
+        if workers != before:
+            kind = "fewer" if workers < before else "more"
+            running = f"running on {workers} of {self.pools.workers.size} workers"
+            text = f"epoch {epoch}: {running}; global batch size unchanged"
+            self.event_log.log(kind, epoch, text)
 
     def _save_step(self, state: StateRef) -> None:
         """Begin to save the state between two steps of an epoch, unless the training is ruined."""
@@ -291,7 +278,7 @@ class TrainingRun:
         with self.stop.deferred(self.job.timeouts.stop_s):
             epoch = self.progress.next_epoch
             optimizer = self.optimizers[self._epoch.steps.optimizer]
-            name, workers = str(optimizer.name), self._worker_events.at_work
+            name, workers = str(optimizer.name), self._at_work
             epochs, end_s = self.length.epochs, self.event_log.elapsed_s()
             record = epoch_record(epoch, epochs, self._epoch, workers, name, self.lrs, end_s)
             self.progress = replace(
@@ -384,16 +371,26 @@ class TrainingRun:
         epoch = self.progress.next_epoch
         self.recorder.truncate_after(len(self.history.decisions), epoch - 1)
         self._lrs = self.recorder.lrs()
-        self.length.resume(self.recorder.epochs(), self.history)
         text = f"resumed after {checkpoint.reached}"
         self.event_log.resume_clock(epoch, text, self.progress.partial_epoch.duration_s)
-        self.length.log_change(self.policy, self.history, self.lrs, len(self._epoch.steps.lrs))
+        self.length.resume(self.recorder.epochs(), self.history)
         return self.pools.states.put(checkpoint.folder, state)
+
+    def _log_lost(self, action: TryCandidates, results: list[CandidateResult]) -> None:
+        """Log the candidates whose slot died too often: the round does without."""
+        if lost := [result.candidate for result in results if result.status == "lost"]:
+            pool, lrs = self._candidate_pool(), ", ".join(f"{c.lr:.3g}" for c in lost)
+            text = (
+                f"epoch {action.epoch}: learning rate {lrs} is left out: its slot died more often "
+                "than max_restarts allows, or made no progress within timeouts.no_progress_s; "
+                f"{len(pool.alive())} of {pool.size} slots are left"
+            )
+            self.event_log.log("lost", action.epoch, text)
 
     def _on_wait(self, pool: str, progress: Progress | None) -> None:
         """Show the progress."""
         self.stop.progress()
-        if any(pool.has_trained for pool in self.pools.all):
+        if progress is not None and progress.done > 0:
             self.startup.mark("first_step_s")
         if progress is not None and pool == self.pools.workers.name and not self._in_round:
             epoch = self.progress.next_epoch

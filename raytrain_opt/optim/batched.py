@@ -61,13 +61,9 @@ class BatchedOptimizer(Optimizer, ABC):
                 self.state[param][name] = torch.zeros_like(param)
         return [self.state[param][name] for param in params]
 
-    def _check(
-        self, name: str, value: float, *, positive: bool = False, below_one: bool = False
-    ) -> None:
+    def _check(self, name: str, value: float, *, positive: bool = False) -> None:
         """Raise ValueError unless the setting `name` is in its range."""
-        below = 1.0 if below_one else math.inf
-        if not (0 < value < below if positive else 0 <= value < below):
+        if not (0 < value < math.inf if positive else 0 <= value < math.inf):
             least = "above 0" if positive else "at least 0"
-            most = "below 1" if below_one else "finite"
             owner = type(self).__name__
-            raise ValueError(f"{owner}: {name} must be {least} and {most}, not {value!r}")
+            raise ValueError(f"{owner}: {name} must be {least} and finite, not {value!r}")

@@ -91,7 +91,7 @@ class EpochSteps:
 class Length:
     """The length of a training: a number of epochs, or wall time.
 
-    `known_epochs` is 0 for a time, of which the search is a part; `time_budget` plans each epoch.
+    `known_epochs` is 0 for a time, of which the search is a part; `execution.length` plans it.
     """
 
     known_epochs: int = 0

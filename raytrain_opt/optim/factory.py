@@ -51,7 +51,7 @@ def parameter_groups(
     says whether its parameters are matrices of at least two rows and columns, without those of
     embeddings and normalization layers, and without those whose names match `aux_parameters`.
 
-    Raises ValueError for a pattern that matches no parameter.
+    Raises JobError for a pattern that matches no parameter.
     """
     multipliers = lr_multipliers or {}
     _check_patterns([*multipliers, *aux_parameters], model)
@@ -86,8 +86,8 @@ def _check_patterns(patterns: Sequence[str], model: nn.Module) -> None:
     names = [name for name, _ in model.named_parameters()]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            some = ", ".join(names[:3])
-            raise ValueError(f"{pattern!r} matches no parameter of this model ({some}, ...)")
+            rule = f"{pattern!r} matches no parameter of this model ({', '.join(names[:3])}, ...)"
+            raise JobError([Problem("optimizer", rule)])
 
 
 _CLASSES: dict[str, Any] = {
@@ -182,16 +182,13 @@ def require_all_parameters(optimizer: Optimizer, model: nn.Module) -> None:
 
 def group_parameters(section: OptimizerSection, model: nn.Module) -> list[dict[str, Any]]:
     """Return the optimizer's `parameter_groups`. Raises JobError for an unmatched pattern."""
-    try:
-        return parameter_groups(
-            model,
-            exclude_bias_and_norm=section.excludes_bias_and_norm,
-            lr_multipliers=section.lr_multipliers,
-            use_muon=section.traits.second_rule,
-            aux_parameters=section.aux_parameters,
-        )
-    except ValueError as error:
-        raise JobError([Problem("optimizer", str(error))]) from error
+    return parameter_groups(
+        model,
+        exclude_bias_and_norm=section.excludes_bias_and_norm,
+        lr_multipliers=section.lr_multipliers,
+        use_muon=section.traits.second_rule,
+        aux_parameters=section.aux_parameters,
+    )
 
 
 def _resolve_class(name: str | Callable[..., Any]) -> Any:
@@ -289,11 +286,8 @@ def _rejection(optimizer_class: Any, args: dict[str, Any]) -> str | None:
 
     The class is constructed without parameters, which every class rejects, but only after it
     has checked the values. A real parameter would make torch import its compiler: 3 s that the
-    check of a job must not cost. Only the choice of implementation is checked later by torch,
-    so it is checked here.
+    check of a job must not cost.
     """
-    if args.get("fused") and args.get("foreach"):
-        return "`fused` and `foreach` cannot be `True` together."
     messages: list[str | None] = []
     for given in ({}, args):
         try:

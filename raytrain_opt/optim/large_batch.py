@@ -173,6 +173,7 @@ def has_fused_kernels(parameter: Tensor) -> bool:
 
 
 PAPER_SCALE = 3e-4 / 6.4
+_ALPHA, _EPS = 0.99, 1e-8
 
 
 def sgd_fraction(step: float, center: float, period: float) -> float:
@@ -202,8 +203,6 @@ class RMSpropWarmup(BatchedOptimizer):
         lr: float,
         *,
         momentum: float = 0.9,
-        alpha: float = 0.99,
-        eps: float = 1e-8,
         weight_decay: float = 0.0,
         rmsprop_scale: float = PAPER_SCALE,
         center_epochs: float = 10.0,
@@ -213,16 +212,13 @@ class RMSpropWarmup(BatchedOptimizer):
         settings = {
             "lr": lr,
             "momentum": momentum,
-            "alpha": alpha,
-            "eps": eps,
             "weight_decay": weight_decay,
             "rmsprop_scale": rmsprop_scale,
             "center_epochs": center_epochs,
             "period_epochs": period_epochs,
         }
         for name, value in settings.items():
-            positive, below_one = name in ("eps", "period_epochs"), name in ("momentum", "alpha")
-            self._check(name, value, positive=positive, below_one=below_one)
+            self._check(name, value, positive=name == "period_epochs")
         for name in ("center", "period"):
             settings[f"{name}_steps"] = settings.pop(f"{name}_epochs") * steps_per_epoch
         super().__init__(params, settings)
@@ -242,10 +238,10 @@ class RMSpropWarmup(BatchedOptimizer):
             if rmsprop == 0:
                 torch._foreach_add_(momenta, grads)
             else:
-                torch._foreach_mul_(squares, group["alpha"])
-                torch._foreach_addcmul_(squares, grads, grads, value=1.0 - group["alpha"])
+                torch._foreach_mul_(squares, _ALPHA)
+                torch._foreach_addcmul_(squares, grads, grads, value=1.0 - _ALPHA)
                 factors = list(torch._foreach_sqrt(squares))
-                torch._foreach_add_(factors, group["eps"])
+                torch._foreach_add_(factors, _EPS)
                 torch._foreach_reciprocal_(factors)
                 torch._foreach_mul_(factors, rmsprop)
                 torch._foreach_add_(factors, sgd)

@@ -80,7 +80,7 @@ class Muon(BatchedOptimizer):
         if aux_lr_multiplier is None:
             aux_lr_multiplier = MUON_AUX_LR_MULTIPLIERS[aux]
         for name, value in {**settings, "aux_lr_multiplier": aux_lr_multiplier}.items():
-            self._check(name, value, below_one=name == "momentum")
+            self._check(name, value)
         self._aux_lr_multiplier, self.distributed = aux_lr_multiplier, distributed
         defaults = {**settings, "aux": aux, "betas": _BETAS, "use_muon": True}
         super().__init__(params, {**defaults, "lr_multiplier": 1.0})

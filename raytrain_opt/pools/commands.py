@@ -93,7 +93,6 @@ class MainTrain:
     steps: Steps
     until: int | None = None
     sends: bool = True  # reply with the totals since `state`, rank 0 with the new state
-    split: int = 1  # async: micro-batches of a worker's share of a step
 
     @property
     def total(self) -> int:
@@ -269,4 +268,3 @@ class PoolStatus:
     restarts: int
     silence_s: float  # since the current command, or since the last sign of life
     progress: Progress | None  # of the resident that is furthest behind
-    has_trained: bool  # whether any resident of the run has finished a training step

@@ -17,7 +17,7 @@ import torch
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.learning_rate import CandidateBatch
-from raytrain_opt.config.processes import WorkersSection
+from raytrain_opt.config.schema import WorkersSection
 from raytrain_opt.data.factory import SharedData
 from raytrain_opt.errors import RaytrainOptError, ResourcesError
 from raytrain_opt.pools.commands import (
@@ -64,7 +64,7 @@ class InProcessPool:
     def __init__(
         self, name: str, resident: Slot | Worker, before: Callable[[], None] = lambda: None
     ) -> None:
-        self.name, self.has_trained = name, False
+        self.name = name
         self.on_wait: OnWait | None = None
         self.resident, self._before = resident, before
         self._next_report_s = 0.0
@@ -92,7 +92,6 @@ class InProcessPool:
         return {0: reply}
 
     def _on_step(self, done: int, total: int) -> None:
-        self.has_trained = self.has_trained or done > 0
         due = monotonic_s() >= self._next_report_s or done == 1
         if due and self.on_wait is not None:
             self._next_report_s = monotonic_s() + _REPORT_EVERY_S

@@ -142,7 +142,6 @@ class ActivityLog:
     heard_s: dict[int, float] = field(default_factory=dict)
     posted_s: float = field(default_factory=monotonic_s)
     last_heard_s: float = field(default_factory=monotonic_s)
-    has_trained: bool = False
     events: list[Event] = field(default_factory=list)
     forgotten: int = 0  # events that the driver has received
 
@@ -166,7 +165,6 @@ class ActivityLog:
         if known is None or progress.done > known.done:
             self.hear(index)
             self.progress[index] = progress
-        self.has_trained = self.has_trained or progress.done > 0
 
     def slowest(self) -> Progress | None:
         """Return the progress of the resident that is furthest behind."""
@@ -329,7 +327,6 @@ class Mailbox:
             state.membership.restarts,
             state.log.silence_s(),
             state.log.slowest(),
-            any(state.log.has_trained for state in self._pools.values()),
         )
 
     async def post(self, pool: str, number: int, command: Command) -> None:

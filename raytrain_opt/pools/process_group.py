@@ -20,6 +20,7 @@ from ray.train.backend import Backend
 from ray.train.torch import TorchConfig
 
 from raytrain_opt.cluster.ray_private import dump_command
+from raytrain_opt.pools.resident import Group
 
 _TorchBackend: Any = TorchConfig().backend_cls
 _rendezvous: Any = import_module("torch.distributed.rendezvous")
@@ -36,8 +37,8 @@ def backend_of(*, use_gpu: bool) -> Literal["nccl", "gloo"]:
     return "nccl" if use_gpu else "gloo"
 
 
-class CommandGroup:
-    """A gloo group of all ranks for commands and replies; implements `resident.Group`.
+class CommandGroup(Group):
+    """A gloo group of all ranks for commands and replies.
 
     Gradients have another group, on GPUs with NCCL. `dump` pickles a value; references in it stay
     valid while the sender keeps the value.
@@ -53,13 +54,11 @@ class CommandGroup:
         self._keys = [f"raytrain_opt/{rank}" for rank in range(self.size)]
 
     def broadcast(self, value: T | None) -> T:
-        """Return the value of the first rank."""
         content = [b"" if self.rank else self._dump(value)]
         dist.broadcast_object_list(content, 0, self._group)
         return cast(T, pickle.loads(content[0]) if self.rank else value)
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, on the first rank; on the others nothing."""
         if self.rank:
             dist.gather_object(self._dump(value), None, 0, self._group)
             return []
@@ -68,13 +67,11 @@ class CommandGroup:
         return [value, *map(pickle.loads, contents[1:])]  # the first rank's own is not copied
 
     def all(self, flag: bool) -> bool:
-        """Return whether the flag is true on all ranks."""
         value = torch.tensor(int(flag))
         dist.all_reduce(value, dist.ReduceOp.MIN, self._group)
         return bool(value)
 
     def share(self, values: Sequence[int]) -> list[Sequence[int]]:
-        """Let the first rank know values; return the latest of all ranks there."""
         self._store.set(self._keys[self.rank], json.dumps(values))
         return [] if self.rank else [*map(json.loads, self._store.multi_get(self._keys))]
 

@@ -12,7 +12,7 @@ from ray import cloudpickle
 
 from raytrain_opt.cluster.resources import PoolPlan
 from raytrain_opt.config.learning_rate import CandidateBatch
-from raytrain_opt.config.processes import TimeoutsSection
+from raytrain_opt.config.schema import TimeoutsSection
 from raytrain_opt.threads import compute_threads
 from raytrain_opt.train.learner_config import LearnerConfig
 
@@ -54,9 +54,9 @@ class SynchronousProgram:
     def join_group(self, context: TrainContext) -> Group:
         """Return the group of all workers; of a single one, the worker alone."""
         from raytrain_opt.pools.process_group import CommandGroup
-        from raytrain_opt.pools.resident import Alone
+        from raytrain_opt.pools.resident import Group
 
-        return Alone() if context.get_world_size() == 1 else CommandGroup()
+        return Group() if context.get_world_size() == 1 else CommandGroup()
 
     def make_handler(self, config: ResidentConfig, context: TrainContext, group: Group) -> Handler:
         """Build model and data, and distribute the model over the process group."""

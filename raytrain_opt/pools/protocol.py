@@ -61,7 +61,6 @@ class Pool(Protocol):
     name: str  # the kind: worker or slot
     size: int  # at the start
     on_wait: OnWait | None
-    has_trained: bool  # whether any resident of the run has finished a training step
 
     def start(self) -> None:
         """Start the residents without waiting for them. Further calls do nothing."""
@@ -187,6 +186,20 @@ def fetch_initial_state(pool: Pool) -> StateRef:
             state: StateRef = replies[index]
             return state
     raise PoolError(f"no {pool.name} is left to send its initial state")
+
+
+def train_candidates(pool: Pool, start: StateRef, action: TryCandidates) -> list[CandidateResult]:
+    """Train and score every candidate from `start`; return the results in their order.
+
+    A candidate whose slot died too often is `lost`. Raises PoolError if all slots did.
+    """
+    residents = pool.alive()
+    replies = pool.command(Pretrain(start, action, residents), residents)
+    if not replies:
+        text = "every slot died more often than max_restarts allows"
+        raise PoolError(f"epoch {action.epoch}: {text}")
+    results = {r.candidate.index: r for reply in replies.values() for r in reply.results}
+    return [results.get(c.index) or CandidateResult.lost(c) for c in action.candidates]
 
 
 def fetch_candidate_state(

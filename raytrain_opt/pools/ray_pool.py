@@ -16,7 +16,7 @@ from raytrain_opt.cluster.actor_tree import end_actor_tree, wait_for_exit
 from raytrain_opt.cluster.connection import answer, gone_nodes, raise_if_ray_ended
 from raytrain_opt.cluster.ray_private import ended_processes, root_cause
 from raytrain_opt.config.batch_size import BatchSizeSection
-from raytrain_opt.config.processes import TimeoutsSection
+from raytrain_opt.config.schema import TimeoutsSection
 from raytrain_opt.errors import PoolError, RaytrainOptError
 from raytrain_opt.pools.commands import (
     WORKER_POOL,
@@ -59,7 +59,6 @@ class RayPool:
     can_lose_residents: bool = False
     has_room: Callable[[], bool] | None = None  # for one more; None: the pool keeps its size
     on_wait: OnWait | None = None
-    has_trained: bool = False
     _ended: Any = None
     _ready: bool = False
     _posted: int = 0  # commands
@@ -158,7 +157,6 @@ class RayPool:
             raise_if_ray_ended()
             self.raise_if_ended()
             status = self._status()
-            self.has_trained = status.has_trained
             if is_overdue(status):
                 return False
             if self.on_wait is not None:

@@ -102,52 +102,31 @@ class Handler(Protocol):
         """Release what outlives a function call, such as loader processes."""
 
 
-class Group(Protocol):
-    """Residents that execute each command together. The first rank talks to the mailbox."""
+class Group:
+    """Residents that execute each command together; the first rank talks to the mailbox.
 
-    @property
-    def rank(self) -> int:
-        """Number of this resident in the group."""
+    This one is a resident alone, `process_group.CommandGroup` the workers of a process group.
+    """
 
-    @property
-    def size(self) -> int:
-        """Number of residents."""
+    rank, size = 0, 1
 
     def broadcast(self, value: T | None) -> T:
         """Return the value of the first rank."""
+        return cast(T, value)
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, on the first rank; on the others nothing."""
+        return [value]
 
     def all(self, flag: bool) -> bool:
         """Return whether the flag is true on all ranks."""
+        return flag
 
     def share(self, values: Sequence[int]) -> list[Sequence[int]]:
         """Let the first rank know values; return the latest of all ranks there, without waiting.
 
         Another thread may call this. The first call of all ranks precedes all other calls.
         """
-
-
-class Alone:
-    """A resident that executes commands by itself."""
-
-    rank, size = 0, 1
-
-    def broadcast(self, value: T | None) -> T:
-        """Return the value."""
-        return cast(T, value)
-
-    def gather(self, value: T) -> list[T]:
-        """Return the value in a list."""
-        return [value]
-
-    def all(self, flag: bool) -> bool:
-        """Return the flag."""
-        return flag
-
-    def share(self, values: Sequence[int]) -> list[Sequence[int]]:
-        """Return the values in a list."""
         return [values]
 
 
@@ -157,7 +136,7 @@ def serve(
     index: int,
     make_handler: Callable[[Group], Handler],
     *,
-    make_group: Callable[[], Group] = Alone,
+    make_group: Callable[[], Group] = Group,
     absent: tuple[int, ...] = (),
     peer_failure_grace_s: float = 0.0,
 ) -> None:
@@ -189,16 +168,14 @@ class CommandLoop:
     resident: Resident
     leave_s: float  # to leave when the pool is closed
     peer_failure_grace_s: float = 0.0  # before an error that a peer's death may have caused counts
-    group: Group = field(default_factory=lambda: Alone())
+    group: Group = field(default_factory=Group)
     absent: tuple[int, ...] = ()  # ranks that the group does without
     no_progress_s: float = math.inf  # until a failure that makes other ranks wait is an error
     _closed: threading.Event = field(default_factory=threading.Event)
     _left: threading.Event = field(default_factory=threading.Event)
-    _wake_reporter: threading.Event = field(default_factory=threading.Event)
     _residents: list[Resident] = field(default_factory=list)  # those that this one speaks for
     # The command that is executed, by number, and its progress.
     _work: tuple[int, Progress | None] | None = None
-    _has_stepped: bool = False
 
     def run(self, handler: Handler) -> None:
         """Execute commands until the pool is closed.
@@ -215,7 +192,6 @@ class CommandLoop:
             pass
         finally:
             self._left.set()
-            self._wake_reporter.set()
 
     def _run(self, handler: Handler) -> None:
         self._residents = self._gather(self.resident)
@@ -291,9 +267,6 @@ class CommandLoop:
     def _on_step(self, number: int) -> OnStep:
         def on_step(done: int, total: int) -> None:
             self._work = number, Progress(done, total)
-            if done == 1 and not self._has_stepped:  # the first step is recorded when it is done
-                self._has_stepped = True
-                self._wake_reporter.set()
             if self._closed.is_set():
                 raise PoolClosed
 
@@ -303,9 +276,7 @@ class CommandLoop:
         """Report progress, also of a hung command, and learn that the pool is closed."""
         reported, since_s = self._work, monotonic_s()
         while not self._closed.is_set():
-            self._wake_reporter.wait(_PROGRESS_INTERVAL_S)
-            self._wake_reporter.clear()
-            if self._left.is_set():
+            if self._left.wait(_PROGRESS_INTERVAL_S):
                 return
             if (work := self._work) is not None:
                 if self._exchange_reports(*work):

@@ -271,29 +271,13 @@ class BatchSizeProbeRecord(Record):
         return cls.from_values(vars(probe) | values)
 
 
-class SizeChange(RecordPart):
-    """A batch size before and after the search."""
-
-    before: int = Field(description="Value in the job file.")
-    after: int = Field(description="Value chosen by the search.")
-
-
-class RateChange(RecordPart):
-    """The initial learning rate before and after the search."""
-
-    rule: str = Field(description="Rule by which the rate follows the batch size.")
-    before: float = Field(description="For the batch size of the job file.")
-    after: float = Field(description="For the chosen batch size.")
-
-
 class BatchSizeRecord(Record):
     """batch_size.json: the chosen batch size."""
 
     batch_size_per_worker: int = Field(description="Chosen samples per worker.")
-    global_batch_size: SizeChange = Field(description="Samples of one update.")
+    global_batch_size: int = Field(description="Chosen samples of one update.")
     samples_per_s: float = Field(description="Speed of one worker, from the check.")
     reason: str = Field(description="Why the strategy chose this size.")
-    learning_rate: RateChange = Field(description="Initial learning rate.")
     duration_s: float = Field(description="Wall time of the search.")
     probes: int = Field(description="Number of probes.")
 

@@ -37,8 +37,15 @@ def build_policy(
     job: Job, length: Length, steps: EpochSteps, facts: TaskFacts = NO_FACTS
 ) -> Policy:
     """Build the job's policy. Raises JobError if it does not match the steps per epoch."""
-    section = job.learning_rate
-    return _POLICIES[type(section)](job, section, length, steps, facts)
+    match job.learning_rate:
+        case HorizonPolicy() as section:
+            return HorizonStpt(section, length, steps, job.optimizers, facts)
+        case StptPolicy() as section:
+            return Stpt(section, length.known_epochs, steps)
+        case SchedulePolicy() as section:
+            return FixedSchedule(section, length, steps)
+        case ReplayPolicy() as section:
+            return _replay(job, section, length, steps)
 
 
 def _replay(
@@ -46,35 +53,18 @@ def _replay(
 ) -> RecordedSchedule:
     """Read the schedule that a job replays. Raises JobError if it belongs to another one."""
     schedule = read_schedule(section.schedule)
-    recorded = schedule.epochs[-1]
-    if recorded.optimizer != job.optimizer.name:
-        rule = f"the replayed schedule belongs to {recorded.optimizer}"
-        raise JobError([Problem("optimizer", rule, str(job.optimizer.name))])
-    if recorded.auto_weight_decay != job.optimizer.has_auto_weight_decay:
-        kind = "auto" if recorded.auto_weight_decay else "a number, or not given,"
-        rule = f"was {kind} in the run that is replayed; write the same"
-        weight_decay = str(job.optimizer.args.get("weight_decay", "nothing"))
-        raise JobError([Problem("optimizer.args.weight_decay", rule, weight_decay)])
-    multipliers = job.optimizer.group_lr_multipliers
-    if recorded.lr_multipliers != multipliers:
-        rule = f"the replayed schedule belongs to {dict(recorded.lr_multipliers)}"
-        raise JobError([Problem("optimizer.lr_multipliers", rule, str(multipliers))])
+    recorded, own = schedule.epochs[-1], job.optimizer
+    decay = "auto" if recorded.auto_weight_decay else "a number, or nothing"
+    for path, then, now, shown in (
+        ("name", recorded.optimizer, str(own.name), recorded.optimizer),
+        ("args.weight_decay", recorded.auto_weight_decay, own.has_auto_weight_decay, decay),
+        ("lr_multipliers", recorded.lr_multipliers, own.group_lr_multipliers, None),
+    ):
+        if then != now:
+            rule = f"was {shown or then} in the run that is replayed; write the same"
+            raise JobError([Problem(f"optimizer.{path}", rule)])
     schedule.check(length.known_epochs, steps)
     return schedule
-
-
-_POLICIES: dict[type, Callable[[Job, Any, Length, EpochSteps, TaskFacts], Policy]] = {
-    HorizonPolicy: lambda job, section, length, steps, facts: HorizonStpt(
-        section, length, steps, job.optimizers, facts
-    ),
-    StptPolicy: lambda job, section, length, steps, facts: Stpt(
-        section, length.known_epochs, steps
-    ),
-    SchedulePolicy: lambda job, section, length, steps, facts: FixedSchedule(
-        section, length, steps
-    ),
-    ReplayPolicy: lambda job, section, length, steps, facts: _replay(job, section, length, steps),
-}
 
 
 def guessing_loss(job: Job, class_counts: Sequence[int]) -> float:

@@ -102,13 +102,11 @@ class RecordedSchedule(Policy):
         """Raise JobError if a job of this length has other steps per epoch."""
         recorded = [epoch.steps.end for epoch in self.epochs]
         if recorded != [steps(epoch) for epoch in range(1, epochs + 1)]:
-            low, high = min(recorded), max(recorded)
-            shown = str(low) if low == high else f"{low} to {high}"
             rule = (
-                f"the schedule is for {len(recorded)} epochs of {shown} steps, "
-                f"this job has {epochs} of {steps.first}; use "
-                "the same data, global_batch_size, batch_ramp and epochs (and, for a run of "
-                "policy stpt, data.validation_fraction: 0.1, its default)"
+                f"the schedule is for {len(recorded)} epochs of {min(recorded)} to "
+                f"{max(recorded)} steps, this job has {epochs} of {steps.first}; use the same "
+                "data, global_batch_size, batch_ramp and epochs (and, for a run of policy stpt, "
+                "data.validation_fraction: 0.1, its default)"
             )
             raise JobError([Problem("learning_rate.schedule", rule)])
 

@@ -36,8 +36,6 @@ from pydantic.dataclasses import dataclass
 
 from raytrain_opt.results import GradientNorms
 
-# With fewer updates, the estimate is rough.
-_MIN_UPDATES = 4
 # Replaces a noise scale of 0 as a divisor.
 _NOISELESS = 1e-9
 
@@ -79,23 +77,15 @@ class NoiseScale:
     @property
     def sentence(self) -> str:
         """Whether a larger batch pays."""
+        is_known = math.isfinite(self.value)
+        shown = f"{self.value:.3g}" if is_known else "more than can be measured (noise dominates)"
+        # The samples that the same progress needs, when the batch doubles.
+        more = self.batch_size / (self.value + self.batch_size)
         return (
-            f"{self}: doubling the global batch of {self.batch_size:g} costs about "
-            f"{100 * self.doubling_cost:.0f} % more samples for the same progress; it pays when "
-            "samples/s grow by more"
+            f"{shown}: doubling the global batch of {self.batch_size:g} costs about "
+            f"{100 * more:.0f} % more samples for the same progress; it pays when samples/s grow "
+            "by more"
         )
-
-    @property
-    def doubling_cost(self) -> float:
-        """Fraction by which the samples grow, for the same progress, when the batch doubles."""
-        return self.batch_size / (self.value + self.batch_size)
-
-    def __str__(self) -> str:
-        """Return `310`, with a remark where the estimate is rough."""
-        if math.isinf(self.value):
-            return "more than can be measured (noise dominates)"
-        rough = f" (from only {self.updates} updates, a rough estimate)"
-        return f"{self.value:.3g}{rough if self.updates < _MIN_UPDATES else ''}"
 
 
 def pool_noise_scales(parts: Sequence[NoiseScale]) -> NoiseScale:

@@ -51,15 +51,14 @@ _GAIN_POWER = 4
 # logarithms.
 _USUAL_STEPS = 8
 
-# Steps of a fine candidate where the budget allows; with fewer, single rates are unreliable.
-_FINE_STEPS = 96
+# Steps of a fine candidate where the budget allows, or as a part of an epoch; with fewer, single
+# rates are unreliable.
+_FINE_STEPS, _HORIZON = 96, 0.5
 # Steps of a coarse candidate, as a fraction of a fine one's. With fewer than the minimum there is
 # no search, because a schedule of so few steps shows nothing.
 _COARSE_FRACTION, _MIN_STEPS = 0.25, 5
 # Candidates the budget is divided among: the first ones of a stage, and extensions.
 _COARSE_CANDIDATES, _FINE_CANDIDATES = 3 + 2, 3 + 1
-# Steps of the shortest search of one optimizer.
-FEWEST_STEPS = _MIN_STEPS * (_COARSE_CANDIDATES + _FINE_CANDIDATES)
 # Eight extensions reach eight decades from the initial rate: beyond that, the cause is another.
 _MAX_EXTENSIONS = 8
 
@@ -93,17 +92,17 @@ class CandidateSteps:
 
     @classmethod
     def within(
-        cls, budget_steps: float, *, horizon: float, epoch_steps: int, optimizers: int = 1
+        cls, budget_steps: float, *, epoch_steps: int, optimizers: int = 1
     ) -> CandidateSteps:
         """Divide a budget, the steps that all candidates may have together.
 
-        `horizon` in epochs; `epoch_steps`: steps of the first epoch. Of several `optimizers`, all
-        have a coarse stage, and two a fine one. The initial rate must not change the length of
-        the fine candidates, so what extensions would cost is set aside, used or not.
+        `epoch_steps`: steps of the first epoch. Of several `optimizers`, all have a coarse stage,
+        and two a fine one. The initial rate must not change the length of the fine candidates, so
+        what extensions would cost is set aside, used or not.
         """
         coarse_count = _COARSE_CANDIDATES + (optimizers - 1) * len(_FIRST_OFFSETS)
         fine_count = _FINE_CANDIDATES + (len(_FIRST_OFFSETS) if optimizers > 1 else 0)
-        longest = min(max(_FINE_STEPS, horizon * epoch_steps), epoch_steps)
+        longest = min(max(_FINE_STEPS, _HORIZON * epoch_steps), epoch_steps)
         affordable = budget_steps / (_COARSE_FRACTION * coarse_count + fine_count)
         coarse = max(_MIN_STEPS, int(_COARSE_FRACTION * min(longest, affordable)))
         left = budget_steps - coarse_count * coarse

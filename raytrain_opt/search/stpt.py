@@ -141,10 +141,8 @@ class Stpt(Policy):
             base_lrs = ", ".join(f"{decision.base_lr:.4g}" for decision in failed)
             raise DivergedError(
                 f"epoch {epoch}: the loss of every candidate was not finite at each of these "
-                f"base learning rates: {base_lrs} (times the multipliers "
-                f"{', '.join(map(str, self.multipliers(epoch)))}). Likely causes: data or a loss "
-                "that is not finite, or a learning_rate.initial "
-                f"({self.section.initial:g}) far too large."
+                f"base learning rates: {base_lrs} (times the multipliers). Likely causes: data or "
+                "a loss that is not finite, or a learning_rate.initial far too large."
                 f"{shown_failure(result for d in failed for result in d.tried)}"
             )
 

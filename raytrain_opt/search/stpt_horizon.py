@@ -28,7 +28,6 @@ from raytrain_opt.optim.schedules import RelativeSchedule
 from raytrain_opt.search.collapse import Attempt, last_restart, latest_attempt
 from raytrain_opt.search.optimizer_race import OptimizerRace, PeakChoice
 from raytrain_opt.search.peak_search import (
-    FEWEST_STEPS,
     Budget,
     CandidateSteps,
     PeakRequest,
@@ -133,7 +132,8 @@ class HorizonStpt(Policy):
         """
         budget = self.budget(history)
         for count in (len(self.optimizers), 1):
-            steps = self._candidate_steps(budget, count)
+            epoch_steps = self.steps.search
+            steps = CandidateSteps.within(budget, epoch_steps=epoch_steps, optimizers=count)
             if steps.are_enough:
                 break
         else:
@@ -145,12 +145,6 @@ class HorizonStpt(Policy):
         )
         names = (str(optimizer.name) for optimizer in self.optimizers[:count])
         return OptimizerRace(tuple(names), tuple(searches), self.facts.guessing_loss)
-
-    def _candidate_steps(self, budget: float, optimizers: int) -> CandidateSteps:
-        horizon, epoch_steps = self.section.horizon, self.steps.search
-        return CandidateSteps.within(
-            budget, horizon=horizon, epoch_steps=epoch_steps, optimizers=optimizers
-        )
 
     def _initial(self, optimizer: int) -> float:
         """Return the rate at which the search starts, and which trains if it cannot decide.
@@ -210,7 +204,6 @@ class HorizonStpt(Policy):
             next_optimizer=following.optimizer,
             untrained_loss=following.untrained_loss,
             reason=f"{how}{name}peak {following.lr:.3g}: {following.reason}",
-            tried=(),
         )
 
     def _shown_name(self, optimizer: int) -> str:
@@ -247,10 +240,7 @@ class HorizonStpt(Policy):
         how = "constant rate" if schedule.shape == "constant" else f"{schedule.shape} decay from"
         reason = f"{how} {peak:.3g}"
         if not found:
-            reason += ": too few steps for a search"
-            cost = math.ceil(100 * FEWEST_STEPS / span.total_steps) / 100
-            if cost <= 1 and self._candidate_steps(FEWEST_STEPS, 1).are_enough:
-                reason += f" within learning_rate.max_search_cost; {cost:g} allows one"
+            reason += ": too few steps for a search within learning_rate.max_search_cost"
         if attempt.number > len(history.restarts):
             loss = history.epoch_losses[-1]
             why = f"the training loss is {loss:.3g}"

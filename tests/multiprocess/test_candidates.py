@@ -45,7 +45,7 @@ def make_job(model: Any, **sections: Any) -> Job:
             "data": "digits",
             "epochs": 8,
             "global_batch_size": BATCH,
-            "learning_rate": {"policy": "stpt_horizon", "max_search_cost": 1.0, "horizon": 1.0},
+            "learning_rate": {"policy": "stpt_horizon", "max_search_cost": 1.0},
             "optimizer": {"name": "auto", "candidates": ["SGD", "LARS"]},
             "workers": {"count": WORKERS},
             **sections,

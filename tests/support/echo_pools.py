@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 from raytrain_opt.cluster.resources import PoolPlan
-from raytrain_opt.config.processes import TimeoutsSection
+from raytrain_opt.config.schema import TimeoutsSection
 from raytrain_opt.execution.start import (
     make_slots,
     make_workers,

@@ -182,26 +182,6 @@ def test_a_put_whose_answer_is_lost_is_no_conflict(run: RunPaths, s3: S3Server) 
     assert index_of(run) == [1, 2, 3]
 
 
-def test_what_a_storage_does_not_store_is_missed(run: RunPaths, s3: S3Server) -> None:
-    """It answers 200, and the local copy would be removed at the end."""
-    write_index(run, 1)
-    run.publish()
-
-    def store_elsewhere(request: Request) -> None:
-        for key in ("PATH_INFO", "RAW_URI", "REQUEST_URI"):
-            request.environ[key] = request.path + ".lost"
-
-    write_text(run.job, "job")
-    write_index(run, 1, 2)
-    s3.applies_to = lambda request: request.method == "PUT"
-    s3.faults.extend([store_elsewhere] * 2)
-    with pytest.raises(StorageError, match=r"all files are in.*does not have.*job\.yaml"):
-        run.publish()
-    run.publish()
-    assert index_of(run) == [1, 2]
-    assert storage.read(run.shown, "job.yaml") == b"job"
-
-
 # S3 answers either of them to a request that removes several objects.
 DENIED = (
     "<DeleteResult><Error><Key>{key}</Key><Code>AccessDenied</Code><Message>no</Message></Error>"

@@ -9,7 +9,7 @@ size for training speed, listings 2 and 3 with the errata.
 | norm                         | `_CONVERGED_SAMPLES`                                |
 | max_iteration                | `section.max_loops`                                 |
 | calc_positive_update_diff()  | `_increase`: one more, 10 at most (2 for the first) |
-| calc_negative_update_diff()  | `_halve` at the first shrinking step, then `_increase` |
+| calc_negative_update_diff()  | half at the first shrinking step, then `_increase`  |
 
 Where the paper is silent:
 - Loops count from 0, as in its listings: with tests at loops 5, 10, 15, ... the size is then
@@ -92,7 +92,7 @@ class GpuUsageMaximize(_Published):
         last, step, growing = loops[-1], 1, True
         for loop in loops:
             grows = self._is_below_target(loop)
-            step = _halve(step) if growing and not grows else _increase(step)
+            step = max(1, step // 2) if growing and not grows else _increase(step)
             growing = grows
         size = min(max(1, last.batch_size + (step if growing else -step)), largest)
         side = "below" if growing else "not below"
@@ -143,7 +143,3 @@ class EpochTimeMinimize(_Published):
 
 def _increase(step: int) -> int:
     return min(step + 1, _MAX_STEP)
-
-
-def _halve(step: int) -> int:
-    return max(1, step // 2)

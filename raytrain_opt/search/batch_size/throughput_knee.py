@@ -9,8 +9,8 @@ the model below) and computes for each size the fraction of the best samples/s t
   it; but first try a smaller unmeasured size if that does as well on a quarter of the curves.
   There is no threshold in samples/s: the noisier the measurements, the more the curves differ
   and the more sizes are measured.
-- Otherwise its *competitor* is the size that most often beats it by more than that. Measure
-  the size, new or again, that reveals most about the difference between the two.
+- Otherwise its *competitor* is the size that most often beats it by more than that. Measure it,
+  or again the one of the two that is known with less precision.
 
 Where an earlier run of the job measured the gradient noise scale, all this holds for samples/s
 times the progress per sample, which falls with the global batch size: 1 / (1 + global batch size
@@ -42,7 +42,6 @@ drawn from this mixture, always the same for the same measurements.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -86,9 +85,6 @@ def combine(measurements: Sequence[Probe]) -> list[Point]:
     does not include what changes between probes.
     """
     sizes, group = np.unique([m.batch_size for m in measurements], return_inverse=True)
-    for m in measurements:
-        if not 0 < m.samples_per_s < math.inf:
-            raise ValueError(f"batch size {m.batch_size}: samples_per_s is {m.samples_per_s}")
     rates = np.array([m.samples_per_s for m in measurements])
     errors = np.array([m.samples_per_s_error for m in measurements]) / rates
     errors = np.where(np.isfinite(errors), np.maximum(errors, _MIN_ERROR), _UNKNOWN_ERROR)
@@ -103,17 +99,33 @@ def combine(measurements: Sequence[Probe]) -> list[Point]:
 
 
 def draw_curves(points: Sequence[Point], sizes: Sequence[int]) -> Array:
-    """Draw likely curves, log samples/s [curve, size], given at least one point."""
+    """Draw likely curves, log samples/s [curve, size], given at least one point.
+
+    Components of the mixture are drawn in proportion to their weights, with a fixed seed.
+    """
     measured = np.array([p.batch_size for p in points], dtype=np.float64)
     queried = np.array(sizes, dtype=np.float64)
-    largest = queried.max()
-    measured_shapes, queried_shapes = _shapes(measured, largest), _shapes(queried, largest)
-    fits = [
-        _fit(spread, prior, points, measured, queried, measured_shapes, queried_shapes)
-        for spread, prior in _SPREADS
-    ]
-    log_weights = np.concatenate([fit.log_weights for fit in fits])
-    return _draw(fits, np.exp(log_weights - log_weights.max()))
+    measured_shapes, shapes = _shapes(measured, queried.max()), _shapes(queried, queried.max())
+    offsets = measured_shapes[:, :1] - points[0].log_rate
+    residuals = np.array([p.log_rate for p in points]) - (measured_shapes - offsets)
+    noise = np.diag([p.error**2 for p in points])
+    means, roots, log_weights = [], [], []
+    for spread, prior in _SPREADS:
+        root = np.linalg.cholesky(_covariance(spread, measured, measured) + noise)
+        scaled = np.linalg.solve(root, residuals.T)
+        gain = np.linalg.solve(root, _covariance(spread, measured, queried))
+        covariance = _covariance(spread, queried, queried) - gain.T @ gain
+        means.append(shapes - offsets + (gain.T @ scaled).T)
+        roots.append(np.linalg.cholesky(covariance + _JITTER * np.eye(len(queried))))
+        log_likelihoods = -0.5 * (scaled**2).sum(axis=0) - np.log(np.diag(root)).sum()
+        log_weights.append(math.log(prior) + log_likelihoods)
+    weights = np.cumsum(np.exp(np.concatenate(log_weights) - np.max(log_weights)))
+    quantiles = (np.arange(_CURVES) + 0.5) / _CURVES
+    components = np.searchsorted(weights / weights[-1], quantiles)
+    normal = np.random.default_rng(0).standard_normal((_CURVES, len(queried)))
+    deviations = np.einsum("cj,cij->ci", normal, np.array(roots)[components // len(shapes)])
+    curves: Array = np.concatenate(means)[components] + deviations
+    return curves
 
 
 def _shapes(sizes: Array, largest: float) -> Array:
@@ -128,58 +140,12 @@ def _shapes(sizes: Array, largest: float) -> Array:
     return np.concatenate(shapes)
 
 
-@dataclass(frozen=True)
-class _Fit:
-    """The posterior for one spread of the deviation."""
-
-    log_weights: Array  # [shape], of prior and likelihood
-    means: Array  # [shape, size]
-    root: Array  # [size, size], a Cholesky factor of the covariance
-
-
-def _fit(
-    spread: float,
-    prior: float,
-    points: Sequence[Point],
-    measured: Array,
-    queried: Array,
-    measured_shapes: Array,
-    queried_shapes: Array,
-) -> _Fit:
-    noise = np.diag([p.error**2 for p in points])
-    root = np.linalg.cholesky(_covariance(spread, measured, measured) + noise)
-    level = points[0].log_rate
-    offsets = measured_shapes[:, :1] - level
-    residuals = np.array([p.log_rate for p in points]) - (measured_shapes - offsets)
-    scaled = np.linalg.solve(root, residuals.T)
-    gain = np.linalg.solve(root, _covariance(spread, measured, queried))
-    covariance = _covariance(spread, queried, queried) - gain.T @ gain
-    return _Fit(
-        math.log(prior) - 0.5 * (scaled**2).sum(axis=0) - float(np.log(np.diag(root)).sum()),
-        queried_shapes - offsets + (gain.T @ scaled).T,
-        np.linalg.cholesky(covariance + _JITTER * np.eye(len(queried))),
-    )
-
-
 def _covariance(spread: float, a: Array, b: Array) -> Array:
     """Return the covariance of level plus deviation at sizes `a` and `b`: [a, b]."""
     octaves = np.abs(np.log2(a)[:, None] - np.log2(b)[None, :])
     walk = np.exp(-octaves / _OCTAVES) + _PER_SIZE**2 * (octaves == 0)
     covariance: Array = _LEVEL_SPREAD**2 + spread**2 * walk
     return covariance
-
-
-def _draw(fits: Sequence[_Fit], weights: Array) -> Array:
-    """Draw from the mixture's components in proportion to their weights, with a fixed seed."""
-    quantiles = (np.arange(_CURVES) + 0.5) / _CURVES
-    components = np.searchsorted(np.cumsum(weights) / weights.sum(), quantiles)
-    shapes, sizes = fits[0].means.shape
-    normal = np.random.default_rng(0).standard_normal((_CURVES, sizes))
-    curves = np.empty((_CURVES, sizes))
-    for index, fit in enumerate(fits):
-        rows = components // shapes == index
-        curves[rows] = fit.means[components[rows] % shapes] + normal[rows] @ fit.root.T
-    return curves
 
 
 # Limit of the search, repetitions included.
@@ -244,11 +210,10 @@ class ThroughputKnee:
             smaller = posterior.smaller_to_try(knee, self.section.tolerance)
             if smaller is None:
                 return BatchSizeChoice(knee, posterior.describe(knee))
-            return ProbeRequest(
-                smaller, f"{smaller} may be fast enough: {posterior.describe(smaller)}"
-            )
+            reason = f"{smaller} may be fast enough: {posterior.describe(smaller)}"
+            return ProbeRequest(smaller, reason)
         competitor = posterior.competitor(knee, max_loss)
-        size = posterior.most_informative(knee, competitor)
+        size = max(competitor, knee, key=posterior.error)
         reason = f"is {competitor} faster than {knee}? {posterior.describe(knee)}"
         return ProbeRequest(_next_towards(size, posterior, too_large), reason)
 
@@ -260,16 +225,13 @@ class _Posterior:
     points: tuple[Point, ...]
     sizes: tuple[int, ...]
     curves: Array  # log of the objective, [curve, size]
-    noise: float  # relative standard error of one more measurement
     objective: str = "samples/s"
 
     @classmethod
     def from_measurements(cls, measured: Sequence[Probe], largest: int) -> _Posterior:
         points = combine(measured)
         sizes = _candidate_sizes([p.batch_size for p in points], largest)
-        repeats = Counter(m.batch_size for m in measured)
-        errors = [p.error * math.sqrt(repeats[p.batch_size]) for p in points]
-        return cls(tuple(points), sizes, draw_curves(points, sizes), float(np.median(errors)))
+        return cls(tuple(points), sizes, draw_curves(points, sizes))
 
     def of_goodput(self, noise_scale: float, workers: int) -> _Posterior:
         """Return the curves of goodput."""
@@ -287,8 +249,12 @@ class _Posterior:
         losses: Array = self.curves.max(axis=1, keepdims=True) - self.curves
         return losses
 
+    def error(self, size: int) -> float:
+        """Return the standard error of the log of samples/s; infinite if it was not measured."""
+        return next((p.error for p in self.points if p.batch_size == size), math.inf)
+
     def is_measured(self, size: int) -> bool:
-        return any(p.batch_size == size for p in self.points)
+        return math.isfinite(self.error(size))
 
     def knee(self, tolerance: float, *, only_measured: bool = False) -> int:
         """Return the smallest size that loses at most `tolerance` on the median curve.
@@ -321,23 +287,6 @@ class _Posterior:
         advantage = self.curves - self.curves[:, [self.sizes.index(knee)]]
         return self.sizes[int((advantage > max_loss).mean(axis=0).argmax())]
 
-    def most_informative(self, knee: int, competitor: int) -> int:
-        """Return the size whose measurement most reduces the variance of competitor - knee.
-
-        Sizes far below both are excluded: their steps are bound by other costs, about which the
-        model would learn instead.
-        """
-        centered = self.curves - self.curves.mean(axis=0)
-        difference = (
-            centered[:, self.sizes.index(competitor)] - centered[:, self.sizes.index(knee)]
-        )
-        reduction = (centered * difference[:, None]).mean(axis=0) ** 2
-        reduction /= (centered**2).mean(axis=0) + self.noise**2
-        sizes = np.array(self.sizes)
-        low, high = min(knee, competitor) / _MAX_GROWTH, _MAX_GROWTH * self.largest_measured
-        reduction[(sizes < low) | (sizes > high)] = -1
-        return self.sizes[int(reduction.argmax())]
-
     def describe(self, size: int) -> str:
         """Describe how fast `size` is, for messages.
 
@@ -346,8 +295,8 @@ class _Posterior:
         """
         fractions = np.exp(-self.losses[:, self.sizes.index(size)])
         low, median = (100 * float(q) for q in np.quantile(fractions, [1 - _CONFIDENCE, 0.5]))
-        errors = [point.error for point in self.points if point.batch_size == size]
-        low = min([low, *(100 * math.exp(-_ERRORS * error) for error in errors)])
+        if self.is_measured(size):
+            low = min(low, 100 * math.exp(-_ERRORS * self.error(size)))
         return (
             f"{size} reaches about {median:.1f} % of the best {self.objective} up to "
             f"{self.sizes[-1]}, with {100 * _CONFIDENCE:.0f} % confidence at least {low:.1f} %"
@@ -375,16 +324,10 @@ def _next_towards(size: int, posterior: _Posterior, too_large: int | None) -> in
     fits = posterior.largest_measured
     if size <= fits:
         return size
-    if too_large is not None:
-        return _between(fits, too_large)
-    return size if size <= _MAX_GROWTH * fits else 2 ** int(math.log2(_MAX_GROWTH * fits))
-
-
-def _between(fits: int, too_large: int) -> int:
-    """Return the geometric mean, rounded to a multiple of a tile, or of 8, if one fits between."""
+    if too_large is None:
+        return size if size <= _MAX_GROWTH * fits else 2 ** int(math.log2(_MAX_GROWTH * fits))
     middle = math.sqrt(fits * too_large)
-    for multiple in (_TILE, 8):
-        size = multiple * round(middle / multiple)
-        if fits < size < too_large:
-            return size
+    multiple = 8 * round(middle / 8)
+    if fits < multiple < too_large:
+        return multiple
     return min(max(round(middle), fits + 1), too_large - 1)

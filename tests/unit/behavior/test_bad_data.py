@@ -20,8 +20,8 @@ pytestmark = pytest.mark.usefixtures("no_ray")
 @pytest.mark.parametrize(
     ("changes", "place", "words"),
     [
-        ({"train": ["no.npy", "y.npy"]}, "data.train.0", "no such file on this machine"),
-        ({"train": ["x.npy", "folder"]}, "data.train.1", "must be a file"),
+        ({"train": ["no.npy", "y.npy"]}, "data.train.0", "no such file or folder on this machine"),
+        ({"train": ["x.npy", "folder"]}, "data.train.1", "folder"),
         ({"test": ["x.npy", "x.npy"]}, "data.test.1", "labels must be"),
         ({"train": ["x.npy", "large.npy"]}, "data.train.1", "classes: 3, 4,"),
     ],
@@ -48,7 +48,7 @@ def test_a_problem_of_the_data_names_field_and_file(
 def test_uris_of_data_are_refused(tmp_path: Path) -> None:
     data = "data: {name: image_folder, root: 's3://bucket/images'}"
     message = command_error("run", write_job(tmp_path, data))
-    assert "data.root: must be a folder in the file system of every node, not a URI" in message
+    assert "data.root: must be a path in the file system of every node, not a URI" in message
 
 
 def test_every_class_is_decoded_once_before_the_run(tmp_path: Path) -> None:

@@ -125,13 +125,6 @@ def test_what_never_fits_is_refused_at_once(home: Path, monkeypatch: pytest.Monk
     assert (notes, cluster.now_s) == ([], 0)
 
 
-def test_a_smaller_plan_uses_what_others_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    slots = "learning_rate: {policy: stpt}\nslots: {resources: {CPU: 1}}\n"
-    Cluster(monkeypatch, 3)
-    request = job("{count: 1, resources: {CPU: 1}}", slots)
-    assert plan_when_there_is_room(request, 6, list[str]().append).slots == 2
-
-
 class GrowingCluster(Cluster):
     """Nodes of two CPUs, the first `held` by others, the second from 20 s of a request on."""
 

@@ -75,11 +75,6 @@ def test_with_room_for_all_there_is_a_slot_for_each_candidate_up_to_the_given_co
     assert (pool_plan.slots, pool_plan.notes) == (slots, notes)
 
 
-def test_a_policy_without_candidates_needs_no_slots() -> None:
-    pool_plan = plan({"CPU": 1.2}, candidates=0, workers={"count": 2, "resources": {"CPU": 0.6}})
-    assert (pool_plan.slots, pool_plan.slot_resources, pool_plan.slots_per_node) == (0, {}, 0)
-
-
 # GPUs are devices: a fraction comes from one of them.
 
 
@@ -129,12 +124,6 @@ def test_gpus_are_used_only_if_requested_and_available() -> None:
 # Explicit resources, several nodes, and what an error says.
 
 
-def test_resources_given_without_a_gpu_mean_cpu() -> None:
-    pool_plan = plan(ONE_GPU, workers={"count": 2, "resources": {"CPU": 2}})
-    assert pool_plan.use_gpu is False
-    assert pool_plan.slot_resources == {"CPU": 0.4}
-
-
 @pytest.mark.parametrize("section", ["workers", "slots"])
 def test_a_pool_that_must_have_a_gpu_and_asks_for_none(section: str) -> None:
     workers: dict[str, Any] = {"count": 1, "use_gpu": True}
@@ -143,16 +132,6 @@ def test_a_pool_that_must_have_a_gpu_and_asks_for_none(section: str) -> None:
     sections[section] = sections[section] | cpu_only
     with pytest.raises(ResourcesError, match=rf"{section}\.resources: the job trains on GPUs"):
         plan(ONE_GPU, **sections)
-
-
-def test_explicit_resources_are_taken_as_given() -> None:
-    pool_plan = plan(
-        {"CPU": 8.0, "big": 2.0},
-        workers={"count": 2, "resources": {"CPU": 3, "big": 1}},
-        slots={"resources": {"CPU": 1}},
-    )
-    assert pool_plan.worker_resources == {"CPU": 3, "big": 1}
-    assert (pool_plan.slot_resources, pool_plan.slots) == ({"CPU": 1}, 2)
 
 
 def test_nodes_are_filled_one_by_one_not_summed() -> None:

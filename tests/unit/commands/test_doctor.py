@@ -32,7 +32,7 @@ def look(path: Path, check: str, ray_gpus: float = 0.0, **expected: str) -> Find
         ("versions", "ok", "torch", ""),
         ("GPUs", "ok", "none", ""),
         ("storage", "ok", "reads", ""),
-        ("data", "error", "data.root: no such folder", "same path on every node"),
+        ("data", "error", "data.root: no such file or folder", "same path on every node"),
     ],
 )
 def test_a_node_looks_at_itself(

@@ -59,15 +59,6 @@ def test_runs_are_listed_with_their_states_newest_first(storage: Path) -> None:
     assert (chosen.cells()[1], chosen.duration_s) == ("0 of ?", 21.4)
 
 
-def test_a_run_that_has_just_begun_has_the_epochs_of_its_job(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / name("a", 1), epochs=2, finished=False)
-    (run_dir / "epochs.jsonl").unlink()
-    [run] = list_runs(str(tmp_path))
-    assert run.cells()[1] == "0 of 4"
-    (run_dir / "job.yaml").write_text("epochs: [")
-    assert list_runs(str(tmp_path))[0].epochs is None
-
-
 def test_a_run_is_running_while_its_directory_is_locked(storage: Path) -> None:
     run_dir = storage / name("a", 5)
     with lock_run_directory(run_dir):

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import nn
 from torchvision.transforms.v2 import functional
 
-from raytrain_opt import Job, cli, load_model, run, storage
+from raytrain_opt import Job, cli, load_model, run
 from raytrain_opt.commands.evaluate import evaluate_runs
 from raytrain_opt.commands.export import FORMATS, Run, export
 from raytrain_opt.data import load_shared_data
@@ -25,7 +25,6 @@ from raytrain_opt.data.transforms import Preprocessing, describe_input, make_tra
 from raytrain_opt.errors import CheckpointError, DataError, JobError, RaytrainOptError
 from raytrain_opt.train.trained_model import TrainedModel
 from tests.support.cli_errors import command_error
-from tests.support.s3_server import S3Server
 from tests.support.small_jobs import small_job
 
 pytestmark = pytest.mark.usefixtures("without_plots")
@@ -107,32 +106,12 @@ def test_image_files_get_the_classes_of_their_folders(photo_run: str, photos: Pa
 
 
 def test_a_run_under_a_uri(photo_run: str, photos: Path) -> None:
-    images = f"file://{photos}/val/dark/0.png"
+    images = f"{photos}/val/dark/0.png"
     result = invoke("predict", f"file://{photo_run}", images)
     assert result.exit_code == 0, result.output
     assert result.output.startswith(images)
     assert "dark" in result.output
     assert "bright" in result.output
-
-
-def test_images_in_an_object_storage(photo_run: str, photos: Path, s3: S3Server) -> None:
-    folder = s3.new_uri()
-    for name in ("bright/0.png", "dark/0.png"):
-        storage.write(folder, name, (photos / "val" / name).read_bytes())
-    storage.write(folder, "notes.txt", b"no image")
-    local = invoke("predict", photo_run, str(photos / "val/bright/0.png"), "--json")
-    result = invoke("predict", photo_run, folder, "--json")
-    assert result.exit_code == 0, result.output
-    assert "1 files or folders are left out: 1 .txt" in result.stderr
-    bright, dark = json.loads(result.stdout)["predictions"]
-    assert dark["image"] == storage.join(folder, "dark/0.png")
-    [alone] = json.loads(local.output)["predictions"]
-    for shown, expected in zip(bright["classes"], alone["classes"], strict=True):
-        # Batches of other sizes may round differently.
-        assert shown == {
-            **expected,
-            "probability": pytest.approx(expected["probability"], rel=1e-5),
-        }
 
 
 def test_a_damaged_file_does_not_hide_the_others(

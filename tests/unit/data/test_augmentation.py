@@ -32,11 +32,6 @@ def numbered_batch(samples: int = 8) -> Batch:
     return Batch(numbers.view(-1, 1, 1, 1).expand(-1, *SHAPE).contiguous(), torch.arange(samples))
 
 
-def test_without_settings_a_batch_is_unchanged() -> None:
-    batch = numbered_batch()
-    assert new_augmentation()(batch, 1, 0, ROWS) is batch
-
-
 def test_mixup_is_the_weighted_mean_of_samples_and_of_losses() -> None:
     batch, mixup = numbered_batch(), new_augmentation(mixup=0.4)
     weights = []

@@ -41,11 +41,6 @@ def nothing(_: Path) -> None:
     pass
 
 
-def add_class(root: Path) -> None:
-    for split in ("train", "val"):
-        shutil.copytree(root / split / "cat", root / split / "bird")
-
-
 def exchange_classes(root: Path) -> None:
     for old, new in (("cat", "x"), ("dog", "cat"), ("x", "dog")):
         rename(root, old, new)
@@ -79,12 +74,12 @@ def write_labels(root: Path, first: str = "cat") -> None:
     (root / "labels.csv").write_text("\n".join(["file,label,split", *rows]) + "\n")
 
 
-def write_arrays(root: Path, value: int = 0, order: int = 1) -> None:
+def write_arrays(root: Path, value: int = 0) -> None:
     x = np.zeros((20, 4, 4, 3), np.uint8)
     x[7, 2, 1, 0] = value
     for split in ("train", "test"):
         np.save(root / f"{split}_x.npy", x)
-        np.save(root / f"{split}_y.npy", np.array(ALL)[::order])
+        np.save(root / f"{split}_y.npy", np.array(ALL))
 
 
 def arrays_section(root: Path) -> dict[str, Any]:
@@ -130,11 +125,6 @@ CASES: dict[str, tuple[Change, Callable[[Path], dict[str, Any]], Change, str]] =
         nothing, folder_section, lambda root: rename(root, "cat", "zebra"),
         r"data\.root: changed since the checkpoint: class cat is gone, class zebra is new; put",
     ),
-    "class added": (
-        nothing, folder_section,
-        add_class,
-        "class bird is new",
-    ),
     "classes exchanged": (
         nothing, folder_section,
         exchange_classes,
@@ -144,45 +134,21 @@ CASES: dict[str, tuple[Change, Callable[[Path], dict[str, Any]], Change, str]] =
         nothing, folder_section, lambda root: (root / "train/cat/3.png").unlink(),
         "class cat has 9 samples, and had 10",
     ),
-    "test file removed": (
-        nothing, folder_section, lambda root: (root / "val/cat/1.png").unlink(),
-        "the test set has 5 samples, and had 6",
-    ),
-    "file renamed": (
-        nothing, folder_section,
-        lambda root: (root / "train/cat/3.png").rename(root / "train/cat/33.png"), "their names",
-    ),
     "file replaced": (
         nothing, folder_section,
         lambda root: shutil.copy(root / "train/cat/3.png", root / "train/cat/4.png"), "samples, ",
     ),
     "contents exchanged": (equal_sizes, folder_section, exchange_contents, "samples, "),
-    "contents of a list's files exchanged": (
-        lambda root: (equal_sizes(root), write_labels(root)), folder_section, exchange_contents,
-        "samples, ",
-    ),
     "contents in shards exchanged": (
         lambda root: pack(root, equal_sizes), shards_section,
         lambda root: pack(root, exchange_contents), r"data\.train: .*samples, ",
     ),
-    "labels exchanged": (nothing, folder_section, swap, "their labels"),
-    "label in a table": (
-        write_labels, folder_section, lambda root: write_labels(root, "dog"),
-        "class cat has 9 samples, and had 10, class dog has 11",
-    ),
     "array value": (
         write_arrays, arrays_section, lambda root: write_arrays(root, 1), r"data\.train: .*sam",
-    ),
-    "array order": (
-        write_arrays, arrays_section, lambda root: write_arrays(root, order=-1), "their order",
     ),
     "dataset order": (
         lambda root: write_targets(root, ALL), dataset_section,
         lambda root: write_targets(root, ALL[::-1]), r"data\.name: .*their order",
-    ),
-    "dataset length": (
-        lambda root: write_targets(root, ALL), dataset_section,
-        lambda root: write_targets(root, [*ALL, 1]), "class b has 11 samples, and had 10",
     ),
     "dataset classes": (
         lambda root: write_targets(root, ALL), dataset_section,

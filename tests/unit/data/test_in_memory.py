@@ -93,14 +93,6 @@ def float_arrays() -> DatasetArrays:
     return DatasetArrays(x, np.arange(20), x, np.arange(20), 20)
 
 
-def test_float_arrays_are_not_changed() -> None:
-    arrays = float_arrays()
-    data = open_arrays(FILES.model_copy(update={"normalize": "auto"}), arrays)
-    assert data.info.sample_shape == (5,)
-    batch = next(data.train_batches(0, [(0, 0)], 1, 8))
-    np.testing.assert_array_equal(batch.x.numpy(), arrays.train_x[batch.y.numpy()])
-
-
 @pytest.mark.parametrize("augment", [Augment(crop_padding=1), Augment(flip=True)])
 def test_augmenting_float_arrays_is_an_error(augment: Augment) -> None:
     with pytest.raises(DataError, match=r"data\.augment: crop and flip need uint8 images"):

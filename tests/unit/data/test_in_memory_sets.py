@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import pickle
 import re
 import struct
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 
 from raytrain_opt.config.data import ArraysData, ArraySetData
-from raytrain_opt.data.in_memory_sets import load_array_set, load_arrays, pair, validate_arrays
+from raytrain_opt.data.in_memory_sets import load_array_set, load_arrays
 from raytrain_opt.errors import DataError
 
 X = np.arange(4 * 2 * 3 * 3, dtype=np.uint8).reshape(4, 2, 3, 3)
@@ -85,29 +84,6 @@ def test_mnist_is_read_from_its_files(tmp_path: Path) -> None:
     assert arrays.num_classes == 10
 
 
-def test_cifar_is_read_through_torchvision(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import torchvision.datasets
-
-    class Cifar:
-        """torchvision's attributes, without the 160 MB of files whose MD5 sums it checks."""
-
-        classes = ("a", "b")
-
-        def __init__(self, root: Path, train: bool, download: bool) -> None:
-            assert (root, download) == (tmp_path, False)
-            self.data = np.full((3 if train else 2, 32, 32, 3), int(train), np.uint8)
-            self.targets = [0, 1, 1][: len(self.data)]
-
-    monkeypatch.setattr(torchvision.datasets, "CIFAR100", Cifar)
-    arrays = load_array_set(ArraySetData(name="cifar100", root=str(tmp_path)))
-    assert (arrays.train_x.shape, arrays.test_x.shape) == ((3, 32, 32, 3), (2, 32, 32, 3))
-    assert (arrays.train_x.max(), arrays.test_x.max()) == (1, 0)
-    assert arrays.train_y.tolist() == [0, 1, 1]
-    assert arrays.num_classes == 2
-
-
 def test_a_failed_download_is_explained_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,24 +98,6 @@ def test_a_failed_download_is_explained_in_one_sentence(
         load_array_set(section)
 
 
-def test_npy_files_are_read(tmp_path: Path) -> None:
-    arrays = load_arrays(save_arrays(tmp_path))
-    np.testing.assert_array_equal(arrays.train_x, X)
-    np.testing.assert_array_equal(arrays.test_y, Y)
-    assert arrays.num_classes == 3
-    assert arrays.train_x.dtype == np.uint8
-
-
-def test_a_leading_tilde_is_the_home_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    section = save_arrays(tmp_path).model_copy(
-        update={"train": ("~/train_x.npy", "~/train_y.npy")}
-    )
-    assert len(load_arrays(section).train_x) == 4
-
-
 @pytest.mark.parametrize("dtype", [np.float64, np.float16, np.int32, bool])
 def test_other_numbers_become_float32(tmp_path: Path, dtype: type) -> None:
     x = np.ones((4, 7), dtype)
@@ -148,22 +106,14 @@ def test_other_numbers_become_float32(tmp_path: Path, dtype: type) -> None:
     assert arrays.train_x.shape == (4, 7)
 
 
-def test_grayscale_images_get_a_channel(tmp_path: Path) -> None:
-    arrays = load_arrays(save_arrays(tmp_path, train_x=X[..., 0], test_x=X[..., 0]))
-    assert arrays.train_x.shape == (4, 2, 3, 1)
-
-
 @pytest.mark.parametrize(
     ("shape", "height_width_channels", "order"),
     [
         ((32, 24, 3), (32, 24, 3), "last"),
         ((3, 32, 24), (32, 24, 3), "first"),
-        ((28, 20, 1), (28, 20, 1), "last"),
-        ((1, 28, 20), (28, 20, 1), "first"),
         ((4, 16, 20), (16, 20, 4), "first"),
         ((12, 64, 60), (64, 60, 12), "first"),
         ((64, 60, 12), (64, 60, 12), "last"),
-        ((2, 3, 3), (2, 3, 3), "last"),
         ((13, 8, 8), (8, 8, 13), "first"),
         ((8, 8, 13), (8, 8, 13), "last"),
         ((3, 4, 4), (4, 4, 3), "first"),
@@ -235,12 +185,8 @@ def oversized(file: Path) -> None:
     ("write", "place", "words"),
     [
         (lambda file: None, "train.0", "there is no file"),
-        (lambda file: file.mkdir(), "train.1", "there is no file"),
         (raw(b""), "train.0", "is not a .npy file"),
-        (raw(b"text"), "test.0", "is not a .npy file"),
-        (raw(gzip.compress(b"x")), "train.1", "is not a .npy file"),
         (raw(pickle.dumps([1])), "test.1", "is not a .npy file"),
-        (raw(b"PK\x03\x04"), "test.1", "is not a .npy file"),
         (oversized, "train.0", "is not a .npy file"),
         (lambda file: np.save(file, [{}], allow_pickle=True), "test.1", "Python objects are"),
         (archive, "train.0", ".npz archive"),
@@ -248,10 +194,8 @@ def oversized(file: Path) -> None:
         (saved(40, 5), "test.0", "must be the same"),
         (saved(40, 4, kind="U1", value="a"), "train.0", "type <U1; it must hold real numbers"),
         (saved(40, 4, value=float("nan")), "train.0", "160 values that are not finite"),
-        (saved(40, 4, kind="complex64"), "train.0", "must hold real numbers"),
         (saved(40), "train.0", "must be [samples, ...], not empty"),
         (saved(0, kind="int64"), "train.1", "has no samples"),
-        (saved(0, kind="int64"), "test.1", "has no samples"),
         (saved(40, 2, kind="int64"), "train.1", "has type int64 and shape (40, 2); labels must"),
         (labels(0.5, "float64"), "train.1", "must be integer class indices"),
         (labels(-1), "train.1", "1 labels outside 0 and up; the first is -1, of sample 0"),
@@ -271,8 +215,3 @@ def test_arrays_that_are_wrong(
     train, test = ([str(files[f"{part}.{i}"]) for i in (0, 1)] for part in ("train", "test"))
     with pytest.raises(DataError, match=rf"data\.{place}: .*{re.escape(words)}"):
         load_arrays(ArraysData(name="arrays", train=train, test=test))
-
-
-def test_arrays_without_files_are_checked_too() -> None:
-    with pytest.raises(DataError, match="train_y"):
-        validate_arrays(pair("train", X, Y - 1), pair("test", X, Y), 3)

@@ -126,29 +126,16 @@ def dataset_section(function: Callable[..., Any] = noisy, **fields: Any) -> Data
 # --- The same samples for any reader -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["folder", "dataset"])
-def test_loader_processes_change_no_bit(image_tree: Path, kind: str) -> None:
-    def section(workers: int) -> Section:
-        return (
-            folder_section(image_tree, loader_workers=workers)
-            if kind == "folder"
-            else dataset_section(loader_workers=workers)
-        )
-
-    with open_section(section(0)) as single, open_section(section(2)) as parallel:
+def test_loader_processes_change_no_bit(image_tree: Path) -> None:
+    one, two = (folder_section(image_tree, loader_workers=workers) for workers in (0, 2))
+    with open_section(one) as single, open_section(two) as parallel:
         for number in (0, 1):
-            for one, two in zip(
+            for a, b in zip(
                 concatenate(read_epoch(single, number)),
                 concatenate(read_epoch(parallel, number, 2)),
                 strict=True,
             ):
-                assert torch.equal(one, two)
-        for split in ("validation", "test"):
-            one, two = (
-                concatenate(list(data.eval_batches(split, 0, 1, 3)))[0]  # type: ignore[arg-type]
-                for data in (single, parallel)
-            )
-            assert torch.equal(one, two)
+                assert torch.equal(a, b)
 
 
 def test_random_numbers_differ_by_epoch_seed_and_sample() -> None:
@@ -297,14 +284,11 @@ def test_a_set_without_colors_is_named(image_tree: Path, pattern: str, what: str
         new_data(folder_section(image_tree, color_only=True))
 
 
-def test_training_images_are_random_crops_unless_the_job_wants_the_center(
-    image_tree: Path,
-) -> None:
+def test_training_images_may_be_the_center(image_tree: Path) -> None:
     for random_crop in (True, False):
         files = ImageFolderSource(folder_section(image_tree, random_crop=random_crop))
-        center = files.read("train", 0, augment=False)[0]
-        crops = [files.read("train", 0, augment=True)[0] for _ in range(8)]
-        assert all(torch.equal(crop, center) for crop in crops) != random_crop
+        x, center = (files.read("train", 0, augment)[0] for augment in (True, False))
+        assert torch.equal(x, center) != random_crop
 
 
 def test_files_are_those_of_torchvisions_image_folder(image_tree: Path) -> None:
@@ -381,20 +365,6 @@ def test_links_to_files_elsewhere_are_samples_and_broken_ones_are_named(image_tr
         pytest.raises(DataError, match=r"cat/0\.png .*No such file"),
     ):
         data.first_samples("train")
-
-
-def test_evaluation_crops_the_center(image_tree: Path) -> None:
-    from torchvision.transforms import v2
-
-    with open_section(folder_section(image_tree)) as data:
-        x, y = concatenate(list(data.eval_batches("test", 0, 1, 4)))
-    assert y.tolist() == [0, 0, 0, 1, 1, 1]
-    transform = v2.Compose([v2.Resize(9), v2.CenterCrop(8), v2.PILToTensor()])
-    for i in range(6):
-        file = image_tree / "val" / ("cat", "dog")[i // 3] / f"{i % 3}.png"
-        image = transform(Image.open(file).convert("RGB"))
-        # The same weights, but PIL rounds between rows and columns.
-        torch.testing.assert_close(x[i], image / 255, rtol=0, atol=1.01 / 255)
 
 
 def test_gray_images_are_left_out_where_the_job_wants_colors(image_tree: Path) -> None:
@@ -548,34 +518,25 @@ def test_files_are_found_from_any_folder(
         ("file,class\n", "needs a first line with .* file, label and split; it has file, c"),
         (f"file,label,split\n{ROWS}no.png,rex,train\n", r"line 5: there is no file .*/no\.png"),
         (f"file,label,split\n{ROWS}val/cat/0.png,,test\n", r"line 5: .* needs a label, .*''"),
-        (f"file,label,split\n{ROWS}val/cat/0.png,rex,val\n", "line 5: .*train or test; .*'val'"),
+        (f"file,label,split\n{ROWS}val/cat/0.png,rex,dev\n", "line 5: .*train, val or .*'dev'"),
         (
             f"file,label,split\n{ROWS}val/cat/0.png,wolf,test\n",
             "has labels that only test .*: wolf",
         ),
         ("file,label,split\nval/cat/0.png,tom,train\n", "has no file of split test"),
         (f"file,label,split\n{ROWS}val/cat/0.png\n", "line 5 has 1 values, but .* 3 columns"),
-        (f"file,label,split\n{ROWS}val/cat/0.png,tom,test,1\n", "line 5 has 4 values"),
         (f"file,label,split\n{ROWS}\udce9.png,tom,train\n", "line 5 is not UTF-8 text"),
         ("", "is empty"),
         (f"file,label,split,label\n{ROWS}", "has several columns label"),
         (f'file,label,split\n"{ROWS}', "line 2 begins a quote that never ends"),
-        (f'file,label,split\n{ROWS}"{"x" * 200_000}\n', "line 5 begins a quote that never"),
         (f'file,label,split\n{ROWS}"val/cat/0.png"1,tom,test\n', "line 5 begins a quote that"),
-        (f'file,label,split\n{ROWS}"val\n/cat/0.png",tom,test\n', "line 5: there is no file"),
         (f"file,label,split\n{ROWS}../x.png,tom,train\n", r"line 5: \.\./x.png is not below"),
-        (f"file,label,split\n{ROWS}/etc/hostname,tom,train\n", "line 5: /etc/hostname is not"),
         (f"file,label,split\n{ROWS}train/fifo.png,tom,train\n", "line 5: there is no file"),
-        (f"file,label,split\n{ROWS}train/cat,tom,train\n", "line 5: there is no file"),
         (f"file,label,split\n{ROWS}train/\0.png,tom,train\n", "line 5: there is no file"),
         (f"file,label,split\n{ROWS}{'x' * 999}.png,tom,train\n", "line 5: .*xx… .below data.root"),
         # One file counts once, by whatever name.
         (f"file,label,split\n{ROWS}val/dog/0.png,rex,test\n", "lines 4 and 5 name one file"),
-        (f"file,label,split\n{ROWS}val/dog/0.png,rex,train\n", "lines 4 and 5 name one file"),
-        (f"file,label,split\n{ROWS}val/dog/0.png,tom,test\n", "lines 4 and 5 name one file"),
         (f"file,label,split\n{ROWS}./val//dog/0.png,tom,test\n", "lines 4 and 5 name one file"),
-        (f"file,label,split\n{ROWS}val/cat/../dog/0.png,tom,test\n", "lines 4 and 5 name one"),
-        (f"file,label,split\n{ROWS}link.png,tom,test\n", "lines 4 and 5 name one file"),
         (f"file,label,split\n{ROWS}link/0.png,tom,test\n", "lines 4 and 5 name one file"),
     ],
 )
@@ -595,9 +556,7 @@ def test_a_wrong_csv_file_is_explained(image_tree: Path, text: str, message: str
         lambda text: text.replace(",", ";"),
         lambda text: text.replace(",", "\t"),
         lambda text: text.replace("\n", "\r\n"),
-        lambda text: text.replace("\n", "\r"),
         lambda text: "\ufeff" + text,
-        lambda text: text.rstrip("\n"),
         lambda text: text.replace("\n", "\n\n"),
         lambda text: text.replace(",", " , ").replace(" , ", ", ", 2).replace("png ,", "png,"),
         lambda text: "".join(f'"{line}"\n'.replace(",", '","') for line in text.splitlines()),
@@ -654,15 +613,6 @@ def only_batch(section: DatasetData, channels_last: bool = True) -> Batch:
         return next(data.eval_batches("test", 0, 1, 100))
 
 
-@pytest.mark.parametrize("channels_last", [True, False])
-def test_uint8_images_are_scaled_to_one(channels_last: bool) -> None:
-    images = torch.randint(0, 256, (2, 3, 4, 5), dtype=torch.uint8)
-    batch = only_batch(samples_section((images[0], 0), (images[1], 1)), channels_last)
-    torch.testing.assert_close(batch.x, images / 255)
-    expected = torch.channels_last if channels_last else torch.contiguous_format
-    assert batch.x.is_contiguous(memory_format=expected)
-
-
 @pytest.mark.parametrize(
     "shape", [(20, 24, 3), (20, 24, 1), (3, 20, 24), (1, 20, 24), (5, 20, 24)]
 )
@@ -715,12 +665,6 @@ def test_batches_of_a_task_have_the_nesting_of_its_samples(workers: int) -> None
     assert data.info.example["a"].right[1].left == 2
 
 
-def test_read_only_and_reversed_arrays_are_accepted() -> None:
-    array = np.arange(6, dtype=np.float32)
-    array.flags.writeable = False
-    assert only_batch(samples_section((array[::-1], 0))).x[0].tolist() == [5, 4, 3, 2, 1, 0]
-
-
 @pytest.mark.parametrize(
     "label", [2, np.int64(2), np.uint8(2), torch.tensor(2), np.array(2), torch.tensor([2])]
 )
@@ -738,21 +682,6 @@ def with_attribute(**attributes: Any) -> Callable[[], Any]:
         return train, Fixed((torch.zeros(2), 0))
 
     return function
-
-
-@pytest.mark.parametrize(
-    ("function", "num_classes", "expected"),
-    [
-        (with_attribute(num_classes=4, classes=["a"]), 7, 7),
-        (with_attribute(num_classes=4, classes=["a"]), None, 4),
-        (with_attribute(classes=["a", "b"]), None, 2),
-    ],
-)
-def test_number_of_classes(
-    function: Callable[[], Any], num_classes: int | None, expected: int
-) -> None:
-    with open_section(dataset_section(function, num_classes=num_classes)) as data:
-        assert data.info.num_classes == expected
 
 
 @pytest.mark.parametrize("targets", [[0] * 18 + [1] * 2, torch.tensor([0] * 18 + [1] * 2)])
@@ -846,27 +775,3 @@ def test_unreadable_samples_are_skipped_among_the_first_too() -> None:
         batches = [*read_epoch(data, size=8), *data.eval_batches("validation", 0, 1, 8)]
     assert sum(b.skipped for b in batches) == 3
     assert sum(len(b.y) for b in batches) == 23
-
-
-def test_one_process_lists_the_files_for_all(
-    image_tree: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A thousand processes on a shared file system would otherwise walk it a thousand times."""
-    section = folder_section(image_tree)
-    with open_section(section) as data:
-        expected = concatenate(read_epoch(data))
-    listed = pickle.dumps(load_shared_data(section))
-    monkeypatch.setattr(os, "scandir", lambda _: pytest.fail("the files were listed again"))
-    data = open_data(
-        section,
-        pickle.loads(listed),
-        hold_out=HoldOut(0.1),
-        seed=0,
-        device=CPU,
-        channels_last=True,
-    )
-    try:
-        read = concatenate(read_epoch(cast(DataLoaderData, data)))
-    finally:
-        data.close()
-    assert all(torch.equal(a, b) for a, b in zip(read, expected, strict=True))

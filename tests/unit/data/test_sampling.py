@@ -28,17 +28,6 @@ def test_a_validation_split_that_leaves_no_training_sample_is_an_error() -> None
         sampling.split_validation(1, HoldOut(0.5), seed=0)
 
 
-def test_epoch_orders_are_permutations_and_differ() -> None:
-    split = sampling.TrainingSplit(200, HoldOut(0.1), 0)
-    orders = [split.order(epoch, search=False) for epoch in range(3)]
-    for indices in orders:
-        np.testing.assert_array_equal(np.sort(indices), split.training)
-    assert not np.array_equal(orders[0], orders[1])
-    assert not np.array_equal(orders[1], orders[2])
-    other = sampling.TrainingSplit(200, HoldOut(0.1), 1)
-    assert not np.array_equal(orders[0], other.order(0, search=False))
-
-
 def test_a_balanced_epoch_has_equally_many_of_each_class_and_repeats_evenly() -> None:
     labels = np.repeat([0, 1, 3], [70, 20, 10])
     split = sampling.TrainingSplit(100, HoldOut(0), 0, balanced_labels=labels)
@@ -119,17 +108,6 @@ def test_draws_differ_by_seed_epoch_and_step(other: tuple[int, int, int]) -> Non
     assert not np.array_equal(first.flip, second.flip)
 
 
-def test_draws_are_uniform() -> None:
-    draws = sampling.draw_crop_flip(0, 0, 0, slice(90_000), 4, True)
-    for corner in (draws.top, draws.left):
-        counts = np.bincount(corner, minlength=9)
-        assert len(counts) == 9
-        assert (abs(counts - 10_000) < 500).all()  # 5 standard deviations
-    assert abs(draws.flip.mean() - 0.5) < 0.01
-    assert abs(np.corrcoef(draws.top, draws.left)[0, 1]) < 0.02
-    assert not sampling.draw_crop_flip(0, 0, 0, slice(100), 0, False).flip.any()
-
-
 def test_sample_seeds_fit_32_bits_and_differ() -> None:
     keys = [
         (seed, purpose, epoch, index)
@@ -142,9 +120,3 @@ def test_sample_seeds_fit_32_bits_and_differ() -> None:
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**32 for seed in seeds)
     assert seeds == [sampling.sample_seed(*key) for key in keys]
-
-
-def test_seeds_beyond_64_bits_are_accepted() -> None:
-    assert sampling.generator(2**64 + 5, Purpose.ORDER).integers(1000) == sampling.generator(
-        5, Purpose.ORDER
-    ).integers(1000)

@@ -225,20 +225,14 @@ LINK = header("b.cls", 0, tarfile.SYMTYPE)
     ("content", "message"),
     [
         (members({**SAMPLE, "b.jpg": b""}), "each sample needs .* see b"),
-        (members({}), "it has no sample"),
         (members({"._a.jpg": b"", "__MACOSX/a.cls": b"1"}), "it has no sample"),
         (gzip.compress(members(SAMPLE), mtime=0), "is damaged or compressed"),
-        (b"x" * 2000, "is damaged or compressed"),
         (members({**SAMPLE, "a.cls ": b"0"}), "a.cls is another one of sample a"),
         (members({**SAMPLE, "a.png": b""}), "a.png is another one of sample a"),
         (members({"a.jpg": b"", "a.cls": b"cat"}), "a.cls must hold .*'cat'.*classes.txt"),
-        (members({"a.jpg": b"", "a.cls": b"1.0"}), "a.cls must hold .*'1.0'"),
         (members({"a.jpg": b"", "a.cls": b"-1"}), "a.cls must hold .*from 0, but holds '-1'"),
-        (members({"a.jpg": b"", "a.cls": b"1_0"}), "a.cls must hold .*'1_0'"),
-        (members({"a.jpg": b"", "a.cls": b""}), "a.cls must hold .*''"),
         (members({"a.jpg": b"", "a.cls": b"9" * 24}), "a.cls must hold .*'9999"),
         (members({"a.jpg": b""}, end=header("a.cls", 20 * 2**30)), "a.cls must be a plain file"),
-        (members(SAMPLE, end=header("b.jpg", 20 * 2**30)), "b.jpg must be a plain file"),
         (members(SAMPLE, end=LINK), "b.cls must be a plain file"),
         (members(SAMPLE, end=header("b.jpg", -2048)), "a member of -2048 bytes"),
         (header("x", 20 * 2**30, tarfile.XHDTYPE) + members(SAMPLE), "a header of 214"),
@@ -296,7 +290,7 @@ def test_the_index_of_a_shard_that_was_written_again_is_not_believed(
             assert changed[1 - label] == 1
 
 
-@pytest.mark.parametrize("content", [b"", b"x", b"%s\n", b"%s\n" + bytes(23), "outside", "below"])
+@pytest.mark.parametrize("content", [b"x", b"%s\n" + bytes(23), "outside", "below"])
 def test_an_index_that_is_damaged_is_not_believed(
     local: ShardsData, tmp_path: Path, content: bytes | str
 ) -> None:
@@ -348,11 +342,9 @@ def test_braces() -> None:
     [
         ("train", {"train": "absent-{000000..000005}.tar"}, "absent-000000.tar"),
         ("train", {"num_classes": 1}, ""),
-        ("train", {"num_classes": 3}, ""),
         ("test", {"test": "train-000005.tar"}, r"train-000005\.tar is in data\.train too"),
         ("train", {"train": "a-{000003..000000}.tar"}, "a range counts down"),
         ("train", {"train": "a-{0..99999999999}.tar"}, "stands for 100,000,000,000 shards"),
-        ("train", {"train": "{0..999}/{0..999}/{0..999}.tar"}, "for 1,000,000,000 shards"),
     ],
 )
 def test_sets_that_cannot_be_opened_are_named(

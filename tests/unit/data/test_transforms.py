@@ -57,17 +57,6 @@ def test_images_are_normalized(channels: int, channels_last: bool) -> None:
     assert result.is_contiguous(memory_format=expected_format)
 
 
-def test_padding_is_black_before_normalizing() -> None:
-    white = torch.full((1, 4, 4, 1), 255, dtype=torch.uint8)
-    corner = sampling.CropFlip(np.array([0]), np.array([0]), np.array([False]))
-    gray = Preprocessing(is_image=True, mean_std=([0.5], [0.5]))
-    normalize = transforms.make_transform(gray, (1, 4, 4), CPU, True)
-    result = normalize(transforms.crop_and_flip(white, corner, 1))[0, 0]
-    assert result[0].tolist() == [-1.0] * 4
-    assert result[:, 0].tolist() == [-1.0] * 4
-    assert (result[1:, 1:] == 1.0).all()
-
-
 @pytest.mark.parametrize("channels_last", [True, False])
 def test_values_are_unchanged_or_normalized_along_the_first_axis(channels_last: bool) -> None:
     values = torch.rand(6, 2, 3, 3)
@@ -93,11 +82,6 @@ def test_mean_and_std_of_channels_equal_numpys() -> None:
     np.testing.assert_allclose(std, reference.std(0), rtol=1e-9)
 
 
-def test_a_constant_channel_has_a_positive_std() -> None:
-    batch = np.full((3, 2, 2, 1), 255, np.uint8)
-    assert transforms.channel_mean_std(batch, np.arange(3)) == ([1.0], [1e-6])
-
-
 @pytest.mark.parametrize(
     ("normalize", "message"),
     [
@@ -111,4 +95,4 @@ def test_a_wrong_mean_or_std_is_an_error(
     normalize: transforms.NormalizeSetting, message: str
 ) -> None:
     with pytest.raises(DataError, match=rf"data\.normalize.*{message}"):
-        transforms.explicit_mean_std(normalize, 3)
+        transforms.resolve_preprocessing(normalize, (3, 8, 8), True, None)

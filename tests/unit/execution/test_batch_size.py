@@ -145,7 +145,7 @@ def search_of(
     assert record is not None
     # A resumed run does not search again.
     assert (size, len(seen)) == (again, 1)
-    assert size == record.global_batch_size.after
+    assert size == record.global_batch_size
     return record, seen[0], "\n".join(lines)
 
 
@@ -173,7 +173,7 @@ def test_the_rate_grows_beyond_what_its_rule_bears_only_for_a_size_of_the_job(
 ) -> None:
     searched = job(settings, epochs=50, global_batch_size=batch)
     record, _, text = search_of(searched, tmp_path)
-    assert record.global_batch_size.after == chosen
+    assert record.global_batch_size == chosen
     assert ("warning: learning_rate.initial grows 15.6-fold" in text) == warns
 
 

@@ -143,10 +143,7 @@ def test_a_finished_run_is_extended_with_one_command(
     assert lrs == [*first.lrs, *longer.lrs[len(first.lrs) :]]
     [_, event] = read_lines(first.run_dir, "events")
     assert (event["kind"], event["epoch"]) == ("length", 3)
-    assert event["text"] == (
-        "the schedule now covers 4 epochs: the rate goes from "
-        f"{first.lrs[-1]:.3g} to {lrs[len(first.lrs)]:.3g}"
-    )
+    assert event["text"] == "the schedule now covers 4 epochs, not 2"
     assert load_job(Path(first.run_dir, "job.yaml")).epochs == 4
     assert json.loads(Path(first.run_dir, "result.json").read_text())["epochs"] == 4
     with pytest.raises(JobError, match="has finished"):
@@ -297,7 +294,7 @@ def test_an_optimizer_that_was_chosen_is_recorded_and_replayed_bit_for_bit(
     assert raced == {"Adagrad", "Muon"}
     schedule = str(Path(searched.run_dir) / "schedule.jsonl")
     replay = {"policy": "replay", "schedule": schedule}
-    with pytest.raises(JobError, match=r"optimizer: the replayed schedule belongs to Muon"):
+    with pytest.raises(JobError, match=r"optimizer.name: was Muon in the run"):
         run(tiny_job(tmp_path / "b", learning_rate=replay, **changes), in_process=True)
     job = tiny_job(tmp_path / "c", optimizer=muon, learning_rate=replay, **changes)
     replayed = run(job, in_process=True)
@@ -308,48 +305,6 @@ def test_an_optimizer_that_was_chosen_is_recorded_and_replayed_bit_for_bit(
     file = "checkpoints/epoch-0016/weights.safetensors"
     weights = [(Path(r.run_dir) / file).read_bytes() for r in (searched, replayed)]
     assert weights[0] == weights[1]
-
-
-EMA = {"average": 0.9}
-SCHEDULE_FREE = {
-    "optimizer": {"name": "ScheduleFreeSGD", "args": {"weight_decay": 1e-4}},
-    "learning_rate": {"policy": "schedule", "shape": "constant", "warmup": {"epochs": 1}},
-}
-
-
-def wide(num_classes: int) -> nn.Module:
-    """Build an MLP whose matrices Muon orthogonalizes for 4,800 times the work of a sample."""
-    layers = (nn.Linear(64, 1024), nn.Linear(1024, 1024), nn.Linear(1024, num_classes))
-    return nn.Sequential(nn.Flatten(), *layers)
-
-
-def test_a_run_says_once_that_muon_was_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    section = {"policy": "stpt_horizon", "initial": 0.01, "max_search_cost": 0.01}
-    horizon: dict[str, Any] = {"learning_rate": section}
-    job = tiny_job(tmp_path, model=wide, global_batch_size=8, optimizer="auto", **horizon)
-    first = run(job.model_copy(update={"epochs": 1}), in_process=True)
-    assert "Muon is left out" in " ".join(capsys.readouterr().out.split())
-    [epoch] = read_lines(first.run_dir, "epochs")
-    assert epoch["optimizer"] == "AdamW"
-    run(job, in_process=True, resume=first.run_dir)
-    events = read_lines(first.run_dir, "events")
-    assert [event["kind"] for event in events].count("optimizer") == 1
-
-
-def test_when_all_candidates_diverge_the_base_is_halved_then_given_up(tmp_path: Path) -> None:
-    learning_rate = {**STPT, "initial": 1e30}
-    with pytest.raises(DivergedError, match=r"1e\+30, 5e\+29"):
-        run(tiny_job(tmp_path, learning_rate=learning_rate), in_process=True)
-    (run_dir,) = tmp_path.iterdir()
-    [event] = read_lines(str(run_dir), "events")
-    assert event["kind"] == "failed"
-    assert "1e+30, 5e+29" in event["text"]
-    rounds = read_lines(str(run_dir), "rounds")
-    assert [line["winner"] for line in rounds] == [None] * 6
-    assert rounds[1]["base_lr"] == rounds[0]["base_lr"] / 2
-    assert {c["status"] for line in rounds for c in line["candidates"]} == {"diverged"}
 
 
 def test_weights_that_the_last_step_of_an_epoch_destroys_are_not_saved(tmp_path: Path) -> None:

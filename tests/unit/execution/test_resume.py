@@ -16,7 +16,7 @@ from raytrain_opt.errors import JobError, StorageError
 from raytrain_opt.execution.resolve import Placement, settle
 from raytrain_opt.execution.resume import check_edited_job, find_run, job_fields
 from raytrain_opt.execution.workspace import how_to_resume
-from raytrain_opt.paths import ENDING, RunPaths, mark_ended, newest_unfinished
+from raytrain_opt.paths import ENDING, RunPaths, mark_ended
 from raytrain_opt.storage import join, write, write_json
 from tests.support.s3_server import S3Server
 from tests.support.synthetic_runs import batch_size, epoch_line
@@ -40,7 +40,7 @@ def job(storage: object, **changes: Any) -> Job:
 
 def settled(settled_job: Job, batch_size: int = 8) -> Job:
     """Return the job as a run on one worker writes it."""
-    return settle(settled_job, Placement(1, None, 0), batch_size)
+    return settle(settled_job, Placement(1, None), batch_size)
 
 
 def found_run(unfinished_job: Job) -> str | None:
@@ -81,14 +81,6 @@ def test_the_newest_unfinished_run_of_the_name_is_resumed(storage: str) -> None:
     make_run(storage, "r-20260107-000000-aaaaaaaaaaaaaaaa.old", unfinished_job, *SAVED)
     assert found_run(unfinished_job) == newest
     assert RunPaths.existing(newest, write=False).shown == newest
-
-
-def test_the_directory_of_a_run_is_recognized(tmp_path: Path) -> None:
-    """Characters of the name that have a meaning in a pattern are taken literally."""
-    run = RunPaths.create(str(tmp_path), "a.b-1")
-    write_json(run.checkpoints / "index.json", {"checkpoints": []})
-    assert newest_unfinished(str(tmp_path), "a.b-1") == run.shown
-    assert newest_unfinished(str(tmp_path), "a-b-1") is None
 
 
 def test_without_an_unfinished_run_a_new_one_is_started(storage: str) -> None:
@@ -230,15 +222,6 @@ def test_the_length_stays_while_the_search_that_belongs_to_it_is_not_complete(
         find_run(job(storage, epochs=9), run_dir)
 
 
-def test_the_command_for_another_job_trusts_the_functions_of_the_unfinished_run(
-    tmp_path: Path,
-) -> None:
-    own = job(tmp_path, model="my.models:net")
-    run_dir = make_run(tmp_path, "r-20260101-000000-aaaaaaaaaaaaaaaa", own, *SAVED)
-    with pytest.raises(JobError, match=f"raytrain-opt run --resume {run_dir} --trust, or start"):
-        found_run(job(tmp_path))
-
-
 def test_what_a_resumed_run_may_change_is_not_another_job(tmp_path: Path) -> None:
     """Also if it was changed before, by `--resume RUN_DIR --set`."""
     changes: dict[str, Any] = {
@@ -302,7 +285,7 @@ def test_an_interrupted_run_says_how_far_it_is_saved(
 
 
 def test_a_resumed_run_keeps_its_workers_and_threads(storage: str) -> None:
-    began = settle(job(storage), Placement(4, 3, 0), 8)
+    began = settle(job(storage), Placement(4, 3), 8)
     run_dir = make_run(storage, "r-20260103-000000-0000000000000000", began, *SAVED)
     kept, found = find_run(job(storage), None)
     assert (kept.workers.count, kept.workers.threads, found) == (4, 3, run_dir)

@@ -26,7 +26,7 @@ SMALL = {
     "regression": "epochs=2",
     "multi_label": "data.args={train: 200, test: 30}",
 }
-HORIZON = "learning_rate={policy: stpt_horizon, horizon: 0.2, max_search_cost: 1.0}"
+HORIZON = "learning_rate={policy: stpt_horizon, max_search_cost: 1.0}"
 STPT = "learning_rate={policy: stpt, candidates: [1, 0.01], initial: 0.1, alpha: 3}"
 
 

@@ -36,13 +36,9 @@ from raytrain_opt.pools.in_process import InProcessPool, in_process_pools
 from raytrain_opt.pools.protocol import Pools, SynchronousTraining, TrainingOutcome
 from raytrain_opt.pools.worker import Slot, Worker
 from raytrain_opt.recording.records import StalenessRecord
-from raytrain_opt.search.fixed_schedule import FixedSchedule
-from raytrain_opt.search.policy import History, TrainEpoch
-from raytrain_opt.terminal import Terminal
 from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
 from raytrain_opt.train.learner import Learner
 from tests.support.full_disk import limit_file_size
-from tests.support.resolved import resolve_here
 from tests.support.small_jobs import read_lines, small_job, without_times
 
 MUON = {"name": "Muon", "args": {"weight_decay": "auto"}}
@@ -89,7 +85,6 @@ JOBS: dict[str, dict[str, Any]] = {
         "learning_rate": {
             "policy": "stpt_horizon",
             "initial": 1.0,
-            "horizon": 0.4,
             "max_search_cost": 1.0,
             "search_on": "slots",
         },
@@ -409,25 +404,6 @@ def test_a_run_that_is_stopped_in_an_evaluation_keeps_the_staleness_of_its_epoch
     assert epoch["staleness"]["counts"] == [len(outcome(tmp_path)["schedule"][0]["steps"]["lrs"])]
 
 
-def test_samples_that_could_not_be_read_were_not_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    train_steps = SynchronousTraining.train
-
-    def skip_one(
-        training: SynchronousTraining, command: MainTrain, **options: Any
-    ) -> TrainingOutcome:
-        outcome = train_steps(training, command, **options)
-        totals = replace(outcome.totals, samples=outcome.totals.samples - 1, skipped=1)
-        return replace(outcome, totals=totals)
-
-    monkeypatch.setattr(SynchronousTraining, "train", skip_one)
-    job = tiny_job(tmp_path, **JOBS["schedule"])
-    assert execute(job, tmp_path).finished
-    [searched, kept] = outcome(tmp_path)["samples"]
-    assert (searched, kept) == (0, sum(epoch["samples"] for epoch in outcome(tmp_path)["epochs"]))
-
-
 def outcome(folder: Path) -> dict[str, Any]:
     """Return all numbers that the run in a folder leaves, without times."""
     paths = paths_of(folder)
@@ -520,29 +496,6 @@ def test_residents_that_die_in_every_command_change_no_number(
 
 
 @pytest.mark.parametrize("name", ["stpt", "schedule"])
-def test_progress_does_not_depend_on_how_finely_workers_report_it(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As asynchronous workers do, which count micro-batches."""
-    monkeypatch.setattr(in_process, "_REPORT_EVERY_S", 0.0)
-    fractions: dict[int, list[float]] = {1: [], 16: []}
-    handle = Worker.handle
-    for parts, shown in fractions.items():
-        monkeypatch.setattr(
-            Worker,
-            "handle",
-            lambda worker, command, on_step, parts=parts: handle(
-                worker, command, lambda done, total: on_step(parts * done, parts * total)
-            ),
-        )
-        monkeypatch.setattr(Terminal, "advance", lambda _, part, shown=shown: shown.append(part))
-        execute(tiny_job(tmp_path, **JOBS[name]), tmp_path / str(parts))
-    assert fractions[1] == pytest.approx(fractions[16])
-    assert sorted(fractions[1]) == fractions[1]
-    assert fractions[1][-1] == 1.0
-
-
-@pytest.mark.parametrize("name", ["stpt", "schedule"])
 def test_epochs_without_a_checkpoint_are_trained_again(name: str, tmp_path: Path) -> None:
     """Their records are removed; the round after them is not repeated."""
     job = tiny_job(tmp_path, **{**JOBS[name], "epochs": 4}, checkpoint={"every_epochs": 2})
@@ -552,18 +505,6 @@ def test_epochs_without_a_checkpoint_are_trained_again(name: str, tmp_path: Path
     resumed = execute(job, interrupted)
     assert resumed.moves.count("checkpoint_epoch") == 2
     assert resumed.moves[0] == "train_epoch"
-    assert outcome(interrupted) == outcome(expected)
-
-
-def test_after_a_damaged_checkpoint_the_run_resumes_from_the_one_before(tmp_path: Path) -> None:
-    job = tiny_job(tmp_path, **JOBS["stpt"])
-    expected, interrupted = tmp_path / "a", tmp_path / "b"
-    execute(job, expected)
-    execute(job, interrupted, lambda moves: moves.count("checkpoint_round") == 3)
-    (paths_of(interrupted).checkpoints / "epoch-0002-round-01" / "rest.pt").write_bytes(b"")
-    resumed = execute(job, interrupted)
-    assert "resumed after epoch 2" in resumed.output
-    assert resumed.moves[0] == "pretrain"
     assert outcome(interrupted) == outcome(expected)
 
 
@@ -650,19 +591,6 @@ def test_a_round_goes_on_without_the_candidates_of_a_slot_that_died(
     assert "is left out: its slot died more often" in " ".join(process.output.split())
 
 
-def test_no_file_that_an_epoch_writes_grows_with_the_steps_before(tmp_path: Path) -> None:
-    """Rates are appended, a line per epoch; a checkpoint holds none of them."""
-    job = tiny_job(tmp_path, **{**JOBS["schedule"], "epochs": 6}, checkpoint={"keep": "all"})
-    execute(job, tmp_path)
-    paths = paths_of(tmp_path)
-    lines = [line["steps"]["lrs"] for line in read_lines(str(paths.local), "schedule")]
-    assert len(lines) == 6
-    assert len({len(lrs) for lrs in lines}) == 1
-    folders = [paths.checkpoints / f"epoch-{epoch:04d}" for epoch in (1, 6)]
-    first, last = ((folder / "rest.pt").stat().st_size for folder in folders)
-    assert last - first < 8 * len(lines[0])  # bytes of the rates of one epoch
-
-
 # The search cost.
 
 
@@ -693,31 +621,3 @@ def test_local_candidates_train_a_part_of_each_batch_and_give_the_rate_of_all(
         winner = line["candidates"][line["winner"]]
         assert winner["lr"] == line["base_lr"] * winner["multiplier"] == line["next_base_lr"]
         assert (line["search_on"], winner["slot"]) == ("slots", 0)
-
-
-def test_a_peak_search_keeps_no_sample(tmp_path: Path) -> None:
-    job = tiny_job(tmp_path, **{**JOBS["stpt_horizon"], "epochs": 2})
-    execute(job, tmp_path)
-    rounds = outcome(tmp_path)["rounds"]
-    steps = sum(len(line["candidates"]) * line["pretrain_steps"] for line in rounds)
-    assert outcome(tmp_path)["samples"][0] == steps * job.global_batch_size
-
-
-def test_a_plateau_follows_the_accuracy_on_the_validation_split(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    followed: list[tuple[float, ...]] = []
-    decide = FixedSchedule.next
-
-    def spy(policy: FixedSchedule, epoch: int, history: History) -> TrainEpoch:
-        followed.append(history.epoch_losses)
-        return decide(policy, epoch, history)
-
-    monkeypatch.setattr(FixedSchedule, "next", spy)
-    job = tiny_job(tmp_path, **JOBS["plateau"])
-    execute(job, tmp_path)
-    size = resolve_here(job).info.validation_size
-    assert len(followed[-1]) == job.epochs - 1
-    for loss in followed[-1]:  # a negative fraction of the samples
-        assert -1 <= loss < 0
-        assert loss * size == pytest.approx(round(loss * size))

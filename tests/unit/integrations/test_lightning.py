@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import lightning
 import pytest
@@ -17,8 +17,7 @@ from torchmetrics.functional.classification import multiclass_f1_score
 
 from raytrain_opt import Job, load_model, run
 from raytrain_opt.errors import DataError, JobError
-from raytrain_opt.integrations.lightning import LightningTask, from_module
-from raytrain_opt.train.task import aggregate, keep_outputs
+from raytrain_opt.integrations.lightning import from_module
 from tests.support.documents import example
 from tests.support.small_jobs import read_lines, without_times
 
@@ -115,19 +114,6 @@ def test_means_and_collections_are_those_of_the_whole_set(tmp_path: Path, batch_
     named = {"position": 24.5, "BinaryF1Score": f1, "BinaryRecall": recall}
     assert {name: metrics[name] for name in named} == pytest.approx(named)
     assert epoch["metric"] == {"name": "loss", "higher_is_better": False}
-
-
-def test_a_rank_without_samples_aggregates_those_of_the_others(tmp_path: Path) -> None:
-    job = small_job(tmp_path)
-    network, task = (cast(Any, section.name)() for section in (job.model, job.task))
-    x = torch.arange(50.0)[:, None]
-    outputs: dict[str, list[Any]] = {}
-    for part in x.split(20):
-        batch = (part, part[:, 0] > 20), torch.ones(len(part))
-        keep_outputs(outputs, task.validation_metrics(network, batch))
-    metrics = aggregate(LightningTask("loss", "min"), [{}, outputs])
-    assert metrics["position"] == 24.5
-    assert metrics["BinaryRecall"] == pytest.approx(19 / 29)
 
 
 def with_attributes(**attributes: Any) -> Any:

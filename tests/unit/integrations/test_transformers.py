@@ -117,13 +117,3 @@ def test_a_batch_without_labels_is_an_error(tmp_path: Path) -> None:
     job = small_job(tmp_path, token_model(), Tokens(), Tokens(), without_labels)
     with pytest.raises((DataError, JobError), match="returns no loss for batches with input_ids"):
         run(job, in_process=True)
-
-
-class Stream(torch.utils.data.IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return iter(())
-
-
-def test_an_iterable_dataset_is_refused(tmp_path: Path) -> None:
-    with pytest.raises((DataError, JobError), match="is an IterableDataset"):
-        run(small_job(tmp_path, token_model(), Stream(), Tokens(), pad), in_process=True)

@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from raytrain_opt.config.schema import ModelSection
-from raytrain_opt.models import check_model, model_names, torchvision_names
+from raytrain_opt.models import check_model, model_names
 
 
 def check(name: Any, **args: Any) -> dict[str, str]:
@@ -26,14 +26,6 @@ def user_model(num_classes: int, depth: int, width: int = 8) -> nn.Module:
 @pytest.mark.parametrize("name", ["resnet18", "squeezenet1_1", *model_names()])
 def test_valid_names_have_no_problem(name: str) -> None:
     assert check(name) == {}
-
-
-def test_names_are_sorted_and_built_in_models_hide_torchvisions() -> None:
-    assert model_names() == sorted(model_names())
-    assert "vgg16_bn" in model_names()
-    assert "vgg16" in torchvision_names()
-    assert not set(model_names()) & set(torchvision_names())
-    assert "fcn_resnet50" not in torchvision_names()  # segmentation
 
 
 @pytest.mark.parametrize(

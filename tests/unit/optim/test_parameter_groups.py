@@ -33,11 +33,6 @@ def test_biases_and_normalization_form_the_second_group() -> None:
     assert settings(convolutional()) == [{}, {"weight_decay": 0.0, "adapt": False}]
 
 
-def test_without_exclusion_all_are_in_one_group_in_order() -> None:
-    model = convolutional()
-    assert names(model, exclude=False) == [[name for name, _ in model.named_parameters()]]
-
-
 @pytest.mark.parametrize(
     "norm",
     [
@@ -55,13 +50,6 @@ def test_every_normalization_layer_is_excluded(norm: nn.Module) -> None:
     model = nn.Sequential(nn.Linear(3, 4, bias=False), norm)
     expected = [f"1.{name}" for name, _ in norm.named_parameters()]
     assert names(model) == [["0.weight"], expected]
-
-
-def test_no_group_is_empty() -> None:
-    assert names(nn.Linear(3, 4, bias=False)) == [["weight"]]
-    assert names(nn.BatchNorm2d(4)) == [["weight", "bias"]]
-    assert settings(nn.BatchNorm2d(4)) == [{"weight_decay": 0.0, "adapt": False}]
-    assert names(nn.ReLU()) == names(nn.ReLU(), exclude=False) == []
 
 
 def test_a_shared_parameter_is_listed_once() -> None:

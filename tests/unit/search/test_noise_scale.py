@@ -74,12 +74,14 @@ class TestEstimate:
         hidden = NoiseScale.from_norms(GradientNorms(8, 16, ((3.0, 1.0),) * 10))
         assert hidden is not None
         assert hidden.gradient_sq < 0
-        assert (hidden.value, hidden.doubling_cost) == (math.inf, 0.0)
+        assert hidden.value == math.inf
+        assert "more than can be measured (noise dominates)" in hidden.sentence
+        assert "costs about 0 % more" in hidden.sentence
 
     def test_without_noise_it_is_zero(self) -> None:
         quiet = estimated(GradientNorms(8, 16, ((1.0, 1.0 + 1e-9),) * 10))
         assert quiet.value == 0.0
-        assert quiet.doubling_cost == 1.0
+        assert "costs about 100 % more" in quiet.sentence
 
     def test_updates_that_are_not_finite_do_not_count(self) -> None:
         """An overflow of scaled losses, whose update was left out as well."""
@@ -98,10 +100,6 @@ class TestPooled:
         assert together.updates == 1000
         assert together.value == pytest.approx(complete.value)
 
-    def test_means_are_taken_before_the_ratio(self) -> None:
-        steep, flat = exact(10, gradient_sq=9.0), exact(110, gradient_sq=1.0)
-        assert pool_noise_scales([steep, flat]).value == pytest.approx((90 + 110) / (9 + 1))
-
     def test_a_record_is_read_back(self) -> None:
         for noise in (estimated(sampled(100)), estimated(sampled(2)), exact(5)):
             text = RECORD.dump_json(noise)
@@ -110,20 +108,12 @@ class TestPooled:
             assert value == (noise.value if math.isfinite(noise.value) else None)
 
 
-class TestSentence:
-    def test_doubling_costs_what_the_formula_says(self) -> None:
-        noise = exact(812)
-        samples = [1 + batch / 812 for batch in (256, 512)]
-        assert noise.doubling_cost == pytest.approx(samples[1] / samples[0] - 1)
-        assert noise.sentence == (
-            "812: doubling the global batch of 256 costs about 24 % more samples for the same "
-            "progress; it pays when samples/s grow by more"
-        )
-
-    def test_a_noise_scale_that_cannot_be_measured_is_stated(self) -> None:
-        hidden = replace(estimated(sampled(2000)), gradient_sq=-1.0)
-        assert "more than can be measured (noise dominates)" in hidden.sentence
-        assert "costs about 0 % more" in hidden.sentence
+def test_doubling_costs_what_the_formula_says() -> None:
+    """The samples grow from 1 + 256 / 812 to 1 + 512 / 812."""
+    assert exact(812).sentence == (
+        "812: doubling the global batch of 256 costs about 24 % more samples for the same "
+        "progress; it pays when samples/s grow by more"
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,7 +124,3 @@ def test_efficiency_is_the_progress_of_a_sample(
     noise_scale: float, batch: float, efficiency: float
 ) -> None:
     assert math.exp(log_efficiency(noise_scale, batch)) == pytest.approx(efficiency)
-
-
-def test_without_noise_all_batches_make_the_same_progress_a_step() -> None:
-    assert log_efficiency(0, 64) - log_efficiency(0, 128) == pytest.approx(math.log(2))
