@@ -219,15 +219,6 @@ class AsyncWorkerMetrics:
     data_wait_s: float
     timings_s: dict[str, float]
     buffers: BufferUpdates
-    # In the background, sums over the micro-batches: until weights arrive, and until a gradient
-    # is applied.
-    pull_s: float = 0.0
-    push_s: float = 0.0
-
-    @property
-    def message_share(self) -> float:
-        """The longer of the two as a fraction of the time."""
-        return max(self.pull_s, self.push_s) / self.duration_s
 
 
 @dataclass(frozen=True)

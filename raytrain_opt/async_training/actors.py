@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from raytrain_opt.pools.resident import Group, Handler
     from raytrain_opt.train.state import TrainingState
 
-# Below this size Ray sends a value with the answer, which saves a message (Ray's own limit).
-_INLINE_BYTES = 100 * 1024
 # Workers wait in calls to the coordinator, several at a time each: far fewer than this.
 _MAX_CONCURRENCY = 10_000
 
@@ -140,7 +138,7 @@ class WeightShardActor:
         self._config = config
         self._shard = _build(config, info, index, count)
         self._phase = ""
-        self._published: tuple[int, Any] | None = None
+        self._published: tuple[int, list[Any]] | None = None
 
     def load(self, phase: EpochPhase, boxed_state: list[Any]) -> None:
         """Begin a phase at this state."""
@@ -156,8 +154,8 @@ class WeightShardActor:
         dtype = wire_dtype(self._config.parallel.compression, self._shard.dtype)
         return self._shard.apply(number, version, from_wire(gradient, dtype))
 
-    def pull(self, phase: str) -> tuple[int, Any] | None:
-        """Return version and flat weights; large ones as a boxed reference, once for each node."""
+    def pull(self, phase: str) -> tuple[int, list[Any]] | None:
+        """Return version and flat weights, as a boxed reference that a node fetches once."""
         if phase != self._phase:
             return None
         shard = self._shard
@@ -165,8 +163,7 @@ class WeightShardActor:
             from raytrain_opt.async_training.weight_shard import to_wire
 
             wire = to_wire(shard.weights_ahead(), shard.dtype)
-            value = wire if wire.nbytes < _INLINE_BYTES else [ray.put(wire)]
-            self._published = (shard.version, value)
+            self._published = (shard.version, [ray.put(wire)])
         return self._published
 
     def collect(self, phase: str) -> TrainingState | None:

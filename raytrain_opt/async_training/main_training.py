@@ -11,7 +11,7 @@ from typing import Any, cast
 import ray
 
 from raytrain_opt.async_training.actors import ServerHandles
-from raytrain_opt.async_training.scheduler import EpochPhase, Granularity, epoch_phase
+from raytrain_opt.async_training.scheduler import EpochPhase, epoch_phase
 from raytrain_opt.async_training.weight_shard import advance_buffers, assemble_state
 from raytrain_opt.clock import Stopwatch, monotonic_s
 from raytrain_opt.cluster.connection import answer
@@ -45,12 +45,10 @@ class AsynchronousTraining:
     ) -> None:
         self._config, self._timeouts = config, timeouts
         self._workers, self._states, self._server = workers, states, server
-        self._granularity = Granularity(config.async_splits)
 
     def train(self, command: MainTrain, *, is_due: IsDue = lambda: False) -> TrainingOutcome:
         """As `MainTraining.train`; all workers wait for the end of the last step."""
         stopwatch = Stopwatch()
-        command = replace(command, split=self._granularity.split)
         phase = epoch_phase(self._config, command)
         trained = None
         while trained is None:  # until no shard dies in the phase
@@ -73,8 +71,6 @@ class AsynchronousTraining:
             duration_s=timings_s["compute_s"],
             data_wait_s=timings_s["data_wait_s"],
         )
-        message_share = max(worker.message_share for worker in metrics)
-        self._granularity.measured(totals.samples / totals.duration_s, message_share)
         return TrainingOutcome(
             state,
             totals,

@@ -4,8 +4,8 @@ Pure: no processes, no clock.
 
 Asynchronous data parallelism (Sato): every gradient is an update, made when it arrives. Each step
 of an epoch is split into a multiple of P micro-batches, P the number of workers; any worker claims
-the next one, so fast workers compute more. `Granularity` chooses how many, and `weight_shard`
-says what the rate, momentum and weight decay of a step are for one of them.
+the next one, so fast workers compute more. `weight_shard` says what the rate, momentum and weight
+decay of a step are for one of them.
 
     u        updates done so far, the version of the weights
     q        version of the weights that a micro-batch's gradient is computed on
@@ -21,7 +21,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from raytrain_opt.optim.epoch_steps import ramp_factor
@@ -29,10 +28,6 @@ from raytrain_opt.pools.commands import MainTrain
 from raytrain_opt.recording.records import StalenessRecord
 from raytrain_opt.results import Steps, TrainTotals
 from raytrain_opt.train.learner_config import LearnerConfig
-
-# Fraction of the speed that finer micro-batches may cost. They gain more (docs/async.md), and
-# phases of equal settings differ by some percent.
-_ALLOWED_COST = 0.1
 
 
 @dataclass(frozen=True)
@@ -63,7 +58,7 @@ def epoch_phase(config: LearnerConfig, command: MainTrain) -> EpochPhase:
         id=f"{command.epoch}.{command.steps.first}-{command.steps.end}",
         epoch=command.epoch,
         steps=command.steps.before(command.end),
-        micro_batches=config.worker_count * command.split * factor,
+        micro_batches=config.worker_count * config.async_split * factor,
         bound=config.parallel.staleness_bound,
     )
 
@@ -168,44 +163,3 @@ class SspScheduler:
             losses=(sum(self.totals.losses) + result.loss_sum,),
             skipped=self.totals.skipped + result.skipped,
         )
-
-
-@dataclass
-class Granularity:
-    """The number of micro-batches per worker and step, from the phases so far.
-
-    A gradient is about as many updates old as there are workers, whatever the size of an update:
-    the more updates a step is cut into, the less the weights have moved meanwhile. But each update
-    costs messages, a call of the network and a call of the optimizer.
-
-    `splits`: possible numbers, from low to high. The second phase has as many as hide their
-    messages, as the first one measured them. Later ones have fewer until a phase is about as fast
-    as the fastest.
-    """
-
-    splits: Sequence[int]
-    _position: int = 0
-    _fastest: float = 0.0  # samples/s
-    _chosen: bool = False
-
-    @property
-    def split(self) -> int:
-        """Micro-batches of a worker's share of a step in the next phase."""
-        return self.splits[self._position]
-
-    def measured(self, samples_per_s: float, message_share: float) -> None:
-        """Take the speed of a phase with this split.
-
-        `message_share`: the time in which weights arrive or a gradient is applied, whichever is
-        longer, as a fraction of a micro-batch's time.
-        """
-        if not samples_per_s:
-            return  # no step was left for the phase of a run that was resumed in its evaluation
-        if not self._fastest:
-            hidden = self.split / message_share if message_share else math.inf
-            self._position = max([0, *(i for i, n in enumerate(self.splits) if n <= hidden)])
-        elif not self._chosen and samples_per_s < (1 - _ALLOWED_COST) * self._fastest:
-            self._position = max(0, self._position - 1)
-        else:
-            self._chosen = True
-        self._fastest = max(self._fastest, samples_per_s)

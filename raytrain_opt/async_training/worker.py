@@ -105,11 +105,8 @@ class RemoteServer:
                 continue  # the shard that stored them died; the next one knows no phase
 
     def _pull(self) -> Weights:
-        """Fetch small weights with the answer, large ones by a reference in a list."""
         answers = self._of_phase([shard.pull.remote(self._phase) for shard in self._shards])
-        refs = [value[0] for _, value in answers if isinstance(value, list)]
-        fetched = iter(ray.get(refs))
-        wires = [next(fetched) if isinstance(value, list) else value for _, value in answers]
+        wires = ray.get([ref for _, [ref] in answers])
         parts = tuple(from_wire(wire, self._dtype) for wire in wires)
         return Weights(min(version for version, _ in answers), parts)
 

@@ -85,7 +85,7 @@ class AsyncTrainer:
         `on_micro_batch` is called before each one with the number of those done by this worker,
         and of those that it will have done at the end if speeds stay; it may raise to stop.
         """
-        started_s, stopwatch, messages, count = monotonic_s(), Stopwatch(), Stopwatch(), 0
+        started_s, stopwatch, count = monotonic_s(), Stopwatch(), 0
         self.learner.begin_micro_batches(phase.epoch, phase.micro_batches, phase.steps.held_out)
         pushed: Future[None] = Future()
         pushed.set_result(None)
@@ -94,7 +94,7 @@ class AsyncTrainer:
             ThreadPoolExecutor(1, "push") as pushes,
             ThreadPoolExecutor(1, "pull") as pulls,
         ):
-            prefetcher = WeightPrefetcher(server, pulls, messages)
+            prefetcher = WeightPrefetcher(server, pulls)
             while True:
                 for number, batch in self._claim_batches(phase, server, stopwatch):
                     begun = min(number, phase.size)  # by all workers
@@ -108,7 +108,7 @@ class AsyncTrainer:
                     prefetcher.end()
                     with stopwatch.measure("push_wait_s"):
                         pushed.result()
-                    pushed = pushes.submit(_push, server, result, weights.version, wires, messages)
+                    pushed = pushes.submit(_push, server, result, weights.version, wires)
                     count += 1
                 pushed.result()
                 with stopwatch.measure("end_wait_s"):
@@ -122,7 +122,6 @@ class AsyncTrainer:
             data_wait_s,
             stopwatch.timings_s,
             self.learner.buffers(count),
-            **messages.timings_s,
         )
 
     def _claim_batches(
@@ -162,10 +161,8 @@ def _push(
     result: MicroBatchDone,
     version: int,
     wires: Sequence[WireArray],
-    stopwatch: Stopwatch,
 ) -> None:
-    with stopwatch.measure("push_s"):
-        staleness = server.push(result.number, version, wires)
+    staleness = server.push(result.number, version, wires)
     server.done(replace(result, staleness=staleness))
 
 
@@ -175,10 +172,8 @@ class WeightPrefetcher:
     It expects this one to take as long as the last one, and fetches at its end if it is shorter.
     """
 
-    def __init__(
-        self, server: ParameterServer, thread: ThreadPoolExecutor, stopwatch: Stopwatch
-    ) -> None:
-        self._server, self._thread, self._stopwatch = server, thread, stopwatch
+    def __init__(self, server: ParameterServer, thread: ThreadPoolExecutor) -> None:
+        self._server, self._thread = server, thread
         self._fetched: Future[Weights] | None = None
         self._computed = Event()
         self._start_s = self._compute_s = self._pull_s = 0.0
@@ -205,5 +200,4 @@ class WeightPrefetcher:
         start_s = monotonic_s()
         weights = self._server.pull()
         self._pull_s = monotonic_s() - start_s
-        self._stopwatch.add("pull_s", self._pull_s)
         return weights

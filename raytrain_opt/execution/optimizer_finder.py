@@ -96,51 +96,49 @@ def find_optimizer(
     job = job.model_copy(update={"optimizer": section})
     resolved = resolve(job, facts, placement, job.global_batch_size)
     with open_learner(resolved.learner, job.workers, shared) as learner:
-        history, results = _search(learner, resolved)
-    return _choice(model, resolved, history, results)
+        history = _search(learner, resolved)
+    return _choice(model, resolved, history)
 
 
-def _search(learner: Learner, resolved: Resolved) -> tuple[History, list[CandidateRate]]:
-    """Try candidates until the policy trains; return its decisions, and the curve."""
+def _search(learner: Learner, resolved: Resolved) -> History:
+    """Try candidates until the policy trains; return its decisions."""
     pools = in_process_pools(learner, with_slots=False, candidate_batch=None)
-    names = [str(section.name) for section in resolved.learner.optimizers]
-    state = fetch_initial_state(pools.workers)
-    history, curve = History(), list[CandidateRate]()
+    state, history = fetch_initial_state(pools.workers), History()
     while isinstance(action := resolved.policy.next(1, history), TryCandidates):
         [reply] = pools.workers.command(Pretrain(state, action, (0,))).values()
         results: list[CandidateResult] = sorted(reply.results, key=lambda r: r.candidate.index)
         history = history.after_round(resolved.policy.decide(action, results, history))
-        curve += [
-            CandidateRate(
-                names[result.candidate.optimizer],
-                result.candidate.lr,
-                action.pretrain_steps,
-                result.val_loss,
-            )
-            for result in results
-        ]
-    return history, curve
+    return history
 
 
-def _choice(
-    model: nn.Module, resolved: Resolved, history: History, curve: list[CandidateRate]
-) -> OptimizerChoice:
+def _choice(model: nn.Module, resolved: Resolved, history: History) -> OptimizerChoice:
+    sections, batch_size = resolved.learner.optimizers, resolved.job.global_batch_size
+    curve = tuple(
+        CandidateRate(
+            str(sections[result.candidate.optimizer].name),
+            result.candidate.lr,
+            result.samples // batch_size,
+            result.val_loss,
+        )
+        for decision in history.decisions
+        for result in decision.tried
+    )
     decision, lrs, actions = history.latest, list[float](), list[TrainEpoch]()
-    for epoch in range(1, (resolved.job.epochs or 0) + 1):
+    for epoch in range(1, resolved.length.known_epochs + 1):
         action = resolved.policy.next(epoch, history)
         assert isinstance(action, TrainEpoch)  # nothing collapses here
         actions.append(action)
         lrs += action.steps.lrs
         history = history.after_epoch(EpochLosses(0.0))
-    reason = decision.reason if decision else actions[0].reason
-    section = resolved.learner.optimizers[actions[0].steps.optimizer]
+    section, peak = sections[actions[0].steps.optimizer], max(lrs)
     optimizer = build_optimizer(section, model, steps_per_epoch=resolved.steps.first)
-    peak = max(lrs)
     set_lr(optimizer, peak)
     factors = [lr / peak for lr in lrs] + [0.0]  # after the last update
     scheduler = LambdaLR(optimizer, lambda step: factors[min(step, len(lrs))])
-    name = str(section.name)
-    return OptimizerChoice(name, max(lrs), tuple(lrs), reason, tuple(curve), optimizer, scheduler)
+    reason = (decision or actions[0]).reason
+    return OptimizerChoice(
+        str(section.name), peak, tuple(lrs), reason, curve, optimizer, scheduler
+    )
 
 
 def _job(

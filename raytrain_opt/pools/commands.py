@@ -93,7 +93,6 @@ class MainTrain:
     steps: Steps
     until: int | None = None
     sends: bool = True  # reply with the totals since `state`, rank 0 with the new state
-    split: int = 1  # async: micro-batches of a worker's share of a step
 
     @property
     def total(self) -> int:

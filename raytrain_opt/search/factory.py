@@ -37,8 +37,15 @@ def build_policy(
     job: Job, length: Length, steps: EpochSteps, facts: TaskFacts = NO_FACTS
 ) -> Policy:
     """Build the job's policy. Raises JobError if it does not match the steps per epoch."""
-    section = job.learning_rate
-    return _POLICIES[type(section)](job, section, length, steps, facts)
+    match job.learning_rate:
+        case HorizonPolicy() as section:
+            return HorizonStpt(section, length, steps, job.optimizers, facts)
+        case StptPolicy() as section:
+            return Stpt(section, length.known_epochs, steps)
+        case SchedulePolicy() as section:
+            return FixedSchedule(section, length, steps)
+        case ReplayPolicy() as section:
+            return _replay(job, section, length, steps)
 
 
 def _replay(
@@ -58,20 +65,6 @@ def _replay(
             raise JobError([Problem(f"optimizer.{path}", rule)])
     schedule.check(length.known_epochs, steps)
     return schedule
-
-
-_POLICIES: dict[type, Callable[[Job, Any, Length, EpochSteps, TaskFacts], Policy]] = {
-    HorizonPolicy: lambda job, section, length, steps, facts: HorizonStpt(
-        section, length, steps, job.optimizers, facts
-    ),
-    StptPolicy: lambda job, section, length, steps, facts: Stpt(
-        section, length.known_epochs, steps
-    ),
-    SchedulePolicy: lambda job, section, length, steps, facts: FixedSchedule(
-        section, length, steps
-    ),
-    ReplayPolicy: lambda job, section, length, steps, facts: _replay(job, section, length, steps),
-}
 
 
 def guessing_loss(job: Job, class_counts: Sequence[int]) -> float:

@@ -204,7 +204,6 @@ class HorizonStpt(Policy):
             next_optimizer=following.optimizer,
             untrained_loss=following.untrained_loss,
             reason=f"{how}{name}peak {following.lr:.3g}: {following.reason}",
-            tried=(),
         )
 
     def _shown_name(self, optimizer: int) -> str:

@@ -28,7 +28,7 @@ OBJECT_SECTIONS = ("model", "data", "task", "loss")
 # Forward passes keep no activations, so 256 samples fit wherever a training step does.
 _MIN_EVAL_BATCH_SIZE = 256
 # BatchNorm normalizes each micro-batch: with less than 8 samples it is noisy.
-_MAX_SPLIT, _MIN_MICRO_BATCH_SIZE = 16, 8
+_MAX_SPLIT, _MIN_MICRO_BATCH_SIZE = 4, 8
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,16 @@ class LearnerConfig:
         return self.parallel.micro_batches or self.worker_count
 
     @property
-    def async_splits(self) -> list[int]:
-        """The micro-batches per worker and step, from few to many, that `async` may have."""
+    def async_split(self) -> int:
+        """The micro-batches of a worker's share of a step in `async`, each of which is an update.
+
+        More updates change the weights less meanwhile (docs/async.md); each costs messages.
+        """
         if self.parallel.micro_batches is not None:
-            return [self.parallel.micro_batches // self.worker_count]
+            return self.parallel.micro_batches // self.worker_count
         samples = self.batch_size_per_worker
-        finest = max(1, min(_MAX_SPLIT, samples // _MIN_MICRO_BATCH_SIZE))
-        return [n for n in range(1, finest + 1) if samples % n == 0]
+        most = min(_MAX_SPLIT, samples // _MIN_MICRO_BATCH_SIZE)
+        return max([1, *(n for n in range(1, most + 1) if samples % n == 0)])
 
     def eval_batch_size(self, batch_size_per_worker: int) -> int:
         """Return the batch size of an evaluation when training has `batch_size_per_worker`."""

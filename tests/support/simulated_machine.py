@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -149,8 +149,3 @@ def random_machine(seed: int) -> Machine:
         seed=seed,
         utilization_pct=lambda size: 100 * size / (size + half_full / 50),
     )
-
-
-def replayed(strategy: Strategy, history: Sequence[Probe]) -> list[ProbeRequest | BatchSizeChoice]:
-    """Return the proposal of the strategy after each prefix of the history."""
-    return [strategy.propose(history[:length]) for length in range(len(history) + 1)]

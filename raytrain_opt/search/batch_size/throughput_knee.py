@@ -324,16 +324,10 @@ def _next_towards(size: int, posterior: _Posterior, too_large: int | None) -> in
     fits = posterior.largest_measured
     if size <= fits:
         return size
-    if too_large is not None:
-        return _between(fits, too_large)
-    return size if size <= _MAX_GROWTH * fits else 2 ** int(math.log2(_MAX_GROWTH * fits))
-
-
-def _between(fits: int, too_large: int) -> int:
-    """Return the geometric mean, rounded to a multiple of a tile, or of 8, if one fits between."""
+    if too_large is None:
+        return size if size <= _MAX_GROWTH * fits else 2 ** int(math.log2(_MAX_GROWTH * fits))
     middle = math.sqrt(fits * too_large)
-    for multiple in (_TILE, 8):
-        size = multiple * round(middle / multiple)
-        if fits < size < too_large:
-            return size
+    multiple = 8 * round(middle / 8)
+    if fits < multiple < too_large:
+        return multiple
     return min(max(round(middle), fits + 1), too_large - 1)

@@ -9,47 +9,26 @@ import os
 import signal
 import threading
 from pathlib import Path
-from typing import ClassVar
 
 import psutil
 import pytest
 
 from raytrain_opt import run
-from raytrain_opt.async_training import main_training
 from tests.support.faults import injected
 from tests.support.small_jobs import read_lines, small_job
 
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(600)]
 
 
-class PlannedSplits:
-    """Another number of micro-batches in each epoch, in place of `Granularity`."""
-
-    splits = (1, 4, 2)
-    measured_pairs: ClassVar[list[tuple[float, float]]] = []
-
-    def __init__(self, possible: list[int]) -> None:
-        assert set(self.splits) <= set(possible)
-        self.measured_pairs.clear()
-
-    @property
-    def split(self) -> int:
-        return self.splits[len(self.measured_pairs)]
-
-    def measured(self, samples_per_s: float, message_share: float) -> None:
-        self.measured_pairs.append((samples_per_s, message_share))
-
-
 @pytest.mark.usefixtures("without_plots")
 def test_workers_and_shards_die_and_no_sample_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """A shard dies after the first epoch, a worker in the second, while the other continues."""
     fault = {"role": "worker", "index": 1, "epoch": 2, "phase": "main_train", "step": 3}
     stpt = {"policy": "stpt", "initial": 0.02, "candidates": [1.0, 0.01], "alpha": 5}
     section = {"mode": "async", "staleness_bound": 3}
     changes = {"learning_rate": stpt, "slots": {"count": 1}, "checkpoint": {"keep": "all"}}
-    monkeypatch.setattr(main_training, "Granularity", PlannedSplits)
     ended, killed = threading.Event(), list[int]()
     killer = threading.Thread(target=_kill_a_shard, args=(tmp_path / "async", ended, killed))
     killer.start()
@@ -65,11 +44,7 @@ def test_workers_and_shards_die_and_no_sample_is_lost(
     assert [epoch["epoch"] for epoch in epochs] == [1, 2, 3]
     steps = result.summary["steps_per_epoch"] - 5  # of a round, which are kept
     per_step = [sum(epoch["staleness"]["counts"]) / steps for epoch in epochs]
-    assert per_step == [2 * split for split in PlannedSplits.splits]
-    assert len(PlannedSplits.measured_pairs) == 3
-    for samples_per_s, message_share in PlannedSplits.measured_pairs:
-        assert samples_per_s > 0
-        assert message_share > 0
+    assert per_step == [8, 8, 8]  # two workers with four micro-batches of eight samples each
     for epoch in epochs:
         assert epoch["samples"] == steps * 64
         assert epoch["staleness"]["max"] <= 3

@@ -13,7 +13,6 @@ import pytest
 import ray
 import torch
 
-from raytrain_opt.async_training import actors
 from raytrain_opt.async_training.actors import ServerHandles, SspCoordinator, WeightShardActor
 from raytrain_opt.async_training.scheduler import EpochPhase, MicroBatchDone
 from raytrain_opt.async_training.weight_shard import to_wire
@@ -101,31 +100,6 @@ def test_a_call_that_ray_repeats_after_a_cut_connection_has_its_effect_once() ->
     run(test)
 
 
-def test_the_coordinator_is_on_the_drivers_node_and_its_calls_are_repeated(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """It is not restarted: the failure of another node must not end it."""
-    started: list[tuple[type[Any], dict[str, Any]]] = []
-
-    def remote(kind: type[Any]) -> Any:
-        def options(**values: Any) -> Any:
-            started.append((kind, values))
-            return SimpleNamespace(remote=lambda *_: None)
-
-        return SimpleNamespace(options=options)
-
-    monkeypatch.setattr(ray, "remote", remote)
-    monkeypatch.setattr(ray, "kill", lambda _: None)
-    monkeypatch.setattr(actors, "on_driver_node", lambda: {"ray.io/node-id": "head"})
-    config = LearnerConfig.from_job(small_job(tmp_path, parallel={"mode": "async"}))
-    with actors.parameter_server(config, INFO, 3, shards=1):
-        pass
-    coordinator, shard = started
-    assert (coordinator[0], shard[0]) == (SspCoordinator, WeightShardActor)
-    assert coordinator[1]["label_selector"] == {"ray.io/node-id": "head"}
-    assert coordinator[1]["max_task_retries"] == shard[1]["max_task_retries"] == -1
-
-
 def test_messages_about_another_phase_change_nothing() -> None:
     async def test(coordinator: SspCoordinator) -> None:
         assert await coordinator.claim("0.9", 0, 1) is None
@@ -187,7 +161,8 @@ class Remote:
 def test_a_shard_that_died_aborts_the_phase_and_loads_it_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray, "get", lambda value: value)
+    for name in ("get", "put"):
+        monkeypatch.setattr(ray, name, lambda value: value)
     config = LearnerConfig.from_job(small_job(tmp_path, parallel={"mode": "async"}))
     state = [Learner(config, None, torch.device("cpu")).state(copy=True)]
 

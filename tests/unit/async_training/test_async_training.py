@@ -5,7 +5,6 @@ process; with it, every micro-batch counts once.
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -15,17 +14,14 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from raytrain_opt import Job
-from raytrain_opt.async_training import worker_loop
 from raytrain_opt.async_training.scheduler import EpochPhase, epoch_phase
 from raytrain_opt.async_training.weight_shard import (
-    Weights,
     advance_buffers,
     assemble_state,
     convert,
     split_parameters,
 )
-from raytrain_opt.async_training.worker_loop import AsyncTrainer, WeightPrefetcher
-from raytrain_opt.clock import Stopwatch
+from raytrain_opt.async_training.worker_loop import AsyncTrainer
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.errors import JobError
@@ -66,6 +62,7 @@ def job(**changes: Any) -> Job:
         "optimizer": "SGD",
         "average": None,
         "workers": {"count": WORKERS},
+        "parallel": {"micro_batches": WORKERS},
     }
     return Job.model_validate(values | changes)
 
@@ -143,7 +140,8 @@ def test_without_staleness_each_gradient_is_a_step_of_synchronous_training(
         held_out=600,
         workers=1,
     )
-    small_job = job(optimizer=OPTIMIZERS[name], global_batch_size=16, workers={"count": 1})
+    one = {"count": 1}
+    small_job = job(optimizer=OPTIMIZERS[name], global_batch_size=16, workers=one, parallel={})
     small = Learner(LearnerConfig.from_job(small_job), digits, CPU)
     small.load(state)
     groups = small.optimizer.param_groups
@@ -177,7 +175,7 @@ def test_without_staleness_each_gradient_is_a_step_of_synchronous_training(
 def test_with_staleness_every_micro_batch_counts_once(
     digits: DatasetArrays, bound: int | None, compression: str
 ) -> None:
-    async_job = job(parallel={"mode": "async", "compression": compression})
+    async_job = job(parallel={"micro_batches": WORKERS, "compression": compression})
     _, state = trained_learner(async_job, digits)
     final_state, server, reports = asynchronous(async_job, digits, state, bound)
     numbers = server.pushed
@@ -324,46 +322,3 @@ def test_each_parameter_is_ahead_by_the_momentum_of_its_own_group(digits: Datase
         m = momentum[parameter]
         expected = (m + m**2 + m**3) * changed
         torch.testing.assert_close(moved, expected, rtol=1e-3, atol=1e-6)
-
-
-def test_the_weights_move_less_by_gradients_that_a_slow_network_makes_stale(
-    digits: DatasetArrays,
-) -> None:
-    async_job = job(optimizer={"name": "SGD", "args": {}})
-    learner, state = trained_learner(async_job, digits)
-    [shard] = open_shards(async_job, learner.info, 1)
-
-    def change(staleness: int) -> float:
-        shard.load(state, EpochPhase("1.x", 1, Steps(0, (0.1,) * 300), 1, None))
-        gradient = torch.zeros_like(shard.weights)
-        for number in range(200):
-            shard.apply(number, number - staleness, gradient)
-        before = shard.weights.clone()
-        shard.apply(200, 200 - staleness, gradient + 1)
-        return float((before - shard.weights).mean())
-
-    assert change(1) == pytest.approx(0.1, rel=1e-3)
-    assert change(16) == pytest.approx(0.1 / 4, rel=1e-3)
-
-
-def test_weights_are_fetched_at_the_end_of_a_micro_batch_that_is_shorter_than_the_last(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The first takes an hour, so the weights of the third are due an hour after the second's."""
-
-    class Server:
-        def pull(self) -> Weights:
-            return Weights(7, ())
-
-    now_s = [0.0]
-    monkeypatch.setattr(worker_loop, "monotonic_s", lambda: now_s[0])
-    server: Any = Server()
-    with ThreadPoolExecutor(1) as thread:
-        prefetcher = WeightPrefetcher(server, thread, Stopwatch())
-        prefetcher.begin()
-        now_s[0] = 3600.0
-        prefetcher.end()
-        assert prefetcher.take().version == 7
-        prefetcher.begin()
-        prefetcher.end()
-        assert prefetcher.take().version == 7  # at once

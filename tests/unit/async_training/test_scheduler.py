@@ -11,7 +11,6 @@ import pytest
 
 from raytrain_opt.async_training.scheduler import (
     EpochPhase,
-    Granularity,
     MicroBatchDone,
     SspScheduler,
 )
@@ -156,30 +155,6 @@ def test_micro_batches_have_their_steps_in_the_epoch() -> None:
     assert [phase.index_of(number) for number in range(phase.size)] == [
         (5, 0), (5, 1), (5, 2), (6, 0), (6, 1), (6, 2),
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("possible", "share", "speeds", "chosen"),
-    [
-        ([1, 2, 4, 8], 0.0, [100, 95, 50, 50], [1, 8, 8, 8]),
-        ([1, 2, 4, 8], 0.1, [100, 120, 120], [1, 8, 8]),
-        # 8 messages would take longer than computing
-        ([1, 2, 4, 8], 0.2, [100, 100, 100], [1, 4, 4]),
-        ([1, 2, 4, 8], 1.5, [100, 50, 100], [1, 1, 1]),
-        ([1, 2, 4, 8], 0.1, [100, 70, 89, 95, 50], [1, 8, 4, 2, 2]),  # more than a tenth slower
-        ([1, 2, 4, 8], 0.1, [100, 50, 50, 50, 50], [1, 8, 4, 2, 1]),
-        ([1, 2, 4, 8], 0.1, [0, 100, 120], [1, 1, 8]),  # the first phase had no step left
-        ([6], 2.0, [100, 10, 1, 1], [6, 6, 6, 6]),  # a given number stays
-    ],
-)
-def test_micro_batches_are_as_fine_as_the_speed_allows(
-    possible: list[int], share: float, speeds: list[float], chosen: list[int]
-) -> None:
-    granularity, splits = Granularity(possible), []
-    for samples_per_s in speeds:
-        splits.append(granularity.split)
-        granularity.measured(samples_per_s, share)
-    assert splits == chosen
 
 
 @pytest.mark.parametrize(("claimed", "end"), [(0, 3), (1, 3), (3, 3), (4, 6), (9, 9)])

@@ -46,8 +46,6 @@ def test_errors_that_the_schema_finds(tmp_path: Path, line: str, path: str, word
         (["run"], "give either JOB.yaml or --resume RUN_DIR"),
         (["run", "job.yaml", "--resume", "runs/r"], "give either JOB.yaml or --resume RUN_DIR"),
         (["run", "job.yaml", "--workers", "3"], "No such option"),
-        (["run", "job.yaml", "other.yaml"], "unexpected extra argument"),
-        (["train", "job.yaml"], "No such command 'train'"),
         (["validate"], "Missing argument 'JOB.yaml'"),
     ],
 )
@@ -68,7 +66,6 @@ SETS = "data: {num_classes: 3, loader_workers: 0, name: 'tests.support.broken_pa
         ("ray://127.0.0.1:1", "Connection refused"),
         ("head", "it has no HOST:PORT"),
         ("head:port", "could not be cast to integer"),
-        ("127.0.0.1:99999", "Port out of range 0-65535"),
         ("head.invalid:6379", "no Ray cluster can be reached there: "),
     ],
 )
@@ -94,7 +91,6 @@ NAMES = [
     ("model: ':'", "model.name", "must have the form package.module:function"),
     ("model: 'no_such:f'", "model.name", "No module named 'no_such'"),
     ("model: 'raises:f'", "model.name", "ZeroDivisionError: division by zero (given"),
-    ("model: 'no_python:f'", "model.name", "SyntaxError"),
     ("model: 'leaves:f'", "model.name", "SystemExit: 0"),
     (
         "model: 'tests.support.broken_parts:NOT_A_FUNCTION'",
@@ -169,7 +165,6 @@ def test_names_and_data_that_do_not_exist_or_match(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "raises.py").write_text("1 / 0")
-    (tmp_path / "no_python.py").write_text("def f(:")
     (tmp_path / "leaves.py").write_text("raise SystemExit(0)")
     write_schedule(tmp_path / "schedule.jsonl", (0.1,), (0.1,))
     damaged = tmp_path / "damaged" / "MNIST" / "raw"
@@ -191,9 +186,3 @@ def test_validate_downloads_no_data(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert "not checked: the data set is not downloaded yet" in result.stdout
     assert not (tmp_path / "none").exists()
-
-
-def test_spaces_and_other_alphabets_are_no_error(tmp_path: Path) -> None:
-    result = CliRunner().invoke(cli.main, ["validate", write_job(tmp_path)])
-    assert result.exit_code == 0, result.output
-    assert "ジョブ.yaml: valid" in result.stdout

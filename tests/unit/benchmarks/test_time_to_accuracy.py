@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,14 +31,14 @@ def setting(tmp_path: Path) -> Setting:
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Samples of each phase that a learner trained."""
     samples: list[int] = []
-    original = Learner.train
+    original = Learner.take_totals
 
-    def counted(self: Learner, *args: Any, **kwargs: Any) -> TrainTotals:
-        totals = original(self, *args, **kwargs)
+    def counted(self: Learner) -> TrainTotals:
+        totals = original(self)
         samples.append(totals.samples)
         return totals
 
-    monkeypatch.setattr(Learner, "train", counted)
+    monkeypatch.setattr(Learner, "take_totals", counted)
     return samples
 
 

@@ -31,41 +31,26 @@ BROKEN = [
     # missing and unknown keys
     ("model: null", "model", "must be a section"),
     ("data: {root: x}", "data.name", "is required; one of digits"),
-    ("data: {name: arrays, test: [a, b]}", "data.train", "is required"),
     ("data: {name: arrays, train: [a], test: [a, b]}", "data.train.1", "is required"),
     ("epoch: 3", "epoch", "did you mean 'epochs'?"),
-    ("batch_size: 3", "batch_size", "did you mean 'global_batch_size'?"),
     ("accumulate_grad_batches: 4", "accumulate_grad_batches", "global_batch_size is the batch"),
     (SCHEDULE + "warmup_steps: 9}", "learning_rate.warmup_steps", "warmup: {steps: N}"),
     (SCHEDULE + "warmup: {steps: 9, epochs: 1}}", "learning_rate.warmup.steps", "in place of ep"),
     (STPT + "warmup: {steps: 9}}", "learning_rate.warmup.steps", "is for policy schedule"),
     ("gpus: 3", "gpus", "valid here: name, model, data"),
     (CIFAR + "augment: {flips: true}}", "data.augment.flips", "did you mean 'flip'?"),
-    (
-        CIFAR + "augment: {mirror: true}}",
-        "data.augment.mirror",
-        "valid here: policy, random_erasing, ",
-    ),
-    (SCHEDULE + "candidates: mix}", "learning_rate.candidates", "is not a known key"),
     ("3: 4", "3", "its key must be text"),
-    ("workers: {resources: {3: 1}}", "workers.resources.3", "its key must be text"),
     # kinds of values
-    ("epochs: two", "epochs", "must be an integer (given: 'two')"),
     ("epochs: 1.5", "epochs", "must be an integer (given: 1.5)"),
     ("epochs: true", "epochs", "must be a number (given: True)"),
     ("model: {name: 3}", "model.name", "must be text or a function (given: 3)"),
     ("workers: 4", "workers", "must be a section (keys and values) (given: 4)"),
-    ("workers: {resources: {GPU: most}}", "workers.resources.GPU", "must be a number"),
     ("channels_last: perhaps", "channels_last", "must be true or false (given: 'perhaps')"),
     ("compile: true", "compile", "must be 'auto', 'none', 'default' or 'max-autotune'"),
-    ("storage_path: 3", "storage_path", "must be text (given: 3)"),
-    (SCHEDULE + "milestones: 1}", "learning_rate.milestones", "must be a list (given: 1)"),
     ("learning_rate: stpt", "learning_rate", "with the key policy or strategy (given: 'stpt')"),
-    ("batch_size_search: x", "batch_size_search", "with the key policy or strategy (given: 'x')"),
     # ranges
     ("epochs: 0", "epochs", "must be greater than 0 (given: 0)"),
     (f"seed: '{'9' * 5000}'", "seed", "exceeded maximum size"),
-    ("loss: {label_smoothing: 1}", "loss.label_smoothing", "must be less than 1 (given: 1)"),
     ("loss: {label_smoothing: .nan}", "loss.label_smoothing", "(given: nan)"),
     ("loss: {class_weights: balance}", "loss.class_weights", "must be 'balanced' or a list"),
     ("loss: {class_weights: [1, 0]}", "loss.class_weights.1", "must be greater than 0"),
@@ -76,26 +61,14 @@ BROKEN = [
         "should have at most 2 items",
     ),
     ("name: a b", "name", "should match pattern '^[A-Za-z0-9]"),
-    (f"name: {'n' * 101}", "name", "should have at most 100 characters"),
     # impossible sizes, some of which would take hours or all memory to find out
     ("epochs: 1000000000000", "epochs", "must be less than or equal to 100000"),
-    ("seed: 100000000000000000000", "seed", "must be less than 9223372036854775808"),
     ("workers: {threads: 1000000}", "workers.threads", "must be less than or equal to 1024"),
-    (
-        "timeouts: {no_progress_s: 1.0e+300}",
-        "timeouts.no_progress_s",
-        "must be less than or equal to 31536000",
-    ),
     (FOLDER + "image_size: 1000000}", "data.image_size", "must be less than or equal to 4096"),
     (
         FOLDER + "loader_workers: 100000}",
         "data.loader_workers",
         "must be 'auto' or less than or equal to 256",
-    ),
-    (
-        CIFAR + "augment: {crop_padding: 999}}",
-        "data.augment.crop_padding",
-        "less than or equal to 64",
     ),
     # choices
     (
@@ -103,15 +76,8 @@ BROKEN = [
         "precision",
         "must be 'auto', 'fp32', 'fp32_strict', 'bf16' or 'fp16' (given: 'fp8')",
     ),
-    (
-        FOLDER + "on_unreadable: skp}",
-        "data.on_unreadable",
-        "must be 'error' or 'skip' (given: 'skp'); did you",
-    ),
     ("learning_rate: {policy: stp}", "learning_rate.policy", "did you mean 'stpt'?"),
-    ("learning_rate: {policy: 3}", "learning_rate.policy", "one of stpt, schedule, replay"),
     ("learning_rate: {initial: 1}", "learning_rate.policy", "is required; one of stpt, schedule"),
-    (SCHEDULE + "shape: cosin}", "learning_rate.shape", "did you mean 'cosine'?"),
     ("data: cifar11", "data.name", "did you mean 'cifar10'?"),
     # unions: one problem, whichever alternative was meant
     (
@@ -120,17 +86,11 @@ BROKEN = [
         "an integer or less than or equal to 1 (given: 1.5)",
     ),
     (STPT + "alpha: -3}", "learning_rate.alpha", "must be greater than 0 (given: -3)"),
-    (STPT + "alpha: few}", "learning_rate.alpha", "must be a number (given: 'few')"),
     (STPT + "candidates: narow}", "learning_rate.candidates", "list (given: 'narow'); did you"),
+    ("workers: {resources: {GPU: 1.5}}", "workers.resources", "GPU must be an integer above 1"),
     (STPT + "candidates: []}", "learning_rate.candidates", "at least one multiplier"),
-    (
-        STPT + "candidates: [2, 2]}",
-        "learning_rate.candidates",
-        "each of them once (given: [2, 2])",
-    ),
     (CIFAR + "normalize: atuo}", "data.normalize", "did you mean 'auto'?"),
     (CIFAR + "normalize: [[1], [a]]}", "data.normalize.1.0", "must be a number (given: 'a')"),
-    ("workers: {use_gpu: maybe}", "workers.use_gpu", "must be true or false or 'auto'"),
     ("checkpoint: {keep: al}", "checkpoint.keep", "an integer or 'all' (given: 'al'); did you"),
     # rules over several fields
     (
@@ -147,16 +107,13 @@ BROKEN = [
         "loss.label_smoothing",
         "applies to cross_entropy only",
     ),
-    ("loss: {name: 'a:b', class_weights: balanced}", "loss.class_weights", "cross_entropy only"),
     (
         "data: {name: image_folder, root: x, labels: a.csv, test_split: test}",
         "data.labels",
         "has a column split; remove train_split and test_split",
     ),
-    ("workers: {resources: {GPU: 1.5}}", "workers.resources", "GPU must be an integer above 1"),
     ("optimizer: {args: {lr: 1}}", "optimizer.args", "use learning_rate.initial"),
     ("workers: {count: {min: 3, max: 2}}", "workers.count.min", "is more than max, 2"),
-    ("workers: {count: {min: 1, max: 2, step: 1}}", "workers.count.step", "valid here: min, max"),
     (
         "loss: {class_weights: balanced}\ndata: {name: digits, sampler: balanced}",
         "loss.class_weights",
@@ -179,11 +136,6 @@ BROKEN = [
         "optimizer: {name: SGD, candidates: [AdamW]}",
         "optimizer.candidates",
         "SGD is one optimizer",
-    ),
-    (
-        "optimizer: {name: auto, candidates: [{name: SGD, args: {lr: 1}}]}",
-        "optimizer.candidates.0.args",
-        "policy",
     ),
     (
         f"optimizer: {{name: SGD, args: {{weight_decay: auto}}}}\n{HORIZON}",
@@ -313,23 +265,6 @@ def test_all_broken_rules_between_sections_are_reported_at_once() -> None:
         "data.validation_fraction",
         "global_batch_size",
     ]
-
-
-def test_all_broken_rules_of_a_section_are_reported_at_once() -> None:
-    reported = problems(
-        "learning_rate: {policy: schedule, milestones: [2, 1], half_epoch: 1, warmup: {epochs: 1}}"
-    )
-    assert [str(problem) for problem in reported] == [
-        "learning_rate.milestones: are for shape multistep only, which needs at least one "
-        "(given: [2, 1])",
-        "learning_rate.milestones: must increase (given: [2, 1])",
-        "learning_rate.half_epoch: is within the warm-up of 1 epochs (given: 1)",
-    ]
-
-
-def test_every_entry_of_a_list_is_judged() -> None:
-    reported = problems(STPT + "candidates: [1, -2, x, 0]}")
-    assert [problem.path.rsplit(".", 1)[1] for problem in reported] == ["1", "2", "3"]
 
 
 def test_long_values_are_cut() -> None:

@@ -113,14 +113,10 @@ def test_a_validation_split_is_held_out_where_candidates_are_scored_or_a_plateau
     [
         {},
         {"learning_rate": {"policy": "stpt", "alpha": 200, "candidates": [2.0, 1.0]}},
-        {"learning_rate": {"policy": "stpt", "alpha": 1.0, "warmup": {"epochs": 1}}},
         {"learning_rate": {"policy": "schedule", "shape": "multistep", "milestones": [1]}},
         {"learning_rate": {"policy": "replay", "schedule": "schedule.jsonl"}},
         {"data": {"name": "cifar10", "normalize": [[0.5], [0.25]], "augment": {"flip": True}}},
-        {"data": {"name": "arrays", "train": ["a", "b"], "test": ["c", "d"]}},
-        {"data": {"name": "image_folder", "root": "~/images", "on_unreadable": "skip"}},
         {"data": {"name": "my.data:sets", "args": {"size": 3, "split": [1e-3, "1e-3"]}}},
-        {"optimizer": {"name": "AdamW", "args": {"betas": [0.9, 0.95], "eps": 1e-8}}},
         {"optimizer": "Adam", "loss": "my.losses:focal", "checkpoint": {"keep": "all"}},
         {"parallel": {"mode": "async", "staleness_bound": None, "compression": "bf16"}},
         {"workers": {"count": 2, "use_gpu": False, "resources": {"CPU": 0.5}}, "name": "1e3"},
@@ -141,11 +137,6 @@ def test_functions_are_dumped_by_name() -> None:
     name = f"{__name__}:a_function"
     assert (reread.model.name, reread.data.name, reread.loss.name) == (name, name, name)
     assert reread.optimizer.args == {"of": name}
-
-
-def test_a_function_alone_stands_for_its_section() -> None:
-    job = parse_job({**BASE, "model": a_function, "data": a_function, "loss": a_function})
-    assert job.model.name is job.data.name is job.loss.name is a_function
 
 
 @pytest.mark.parametrize("field", ["model", "data", "loss", "task", "optimizer"])
@@ -184,18 +175,11 @@ def test_arguments_yaml_cannot_hold_are_named() -> None:
         dump_job(job)
 
 
-def test_a_path_is_dumped_as_text(tmp_path: Path) -> None:
-    job = parse_job({**BASE, "model": {"name": "resnet8", "args": {"weights": tmp_path}}})
-    assert parse_job(dump_job(job)).model.args == {"weights": str(tmp_path)}
-
-
 @pytest.mark.parametrize(
     ("content", "words"),
     [
         (b"", "is empty"),
-        (b"# nothing\n", "is empty"),
         (b"- a\n- b\n", "must be keys and values (given: ['a', 'b'])"),
-        (b"just text", "must be keys and values (given: 'just text')"),
         (b"name: \xff\n", "is not UTF-8 text: byte 6 is 0xff"),
         (b"name: [", "line 1, column 8"),
         (b"x" * (2**20 + 1), "has more than 1,048,576 bytes"),
@@ -232,18 +216,14 @@ def test_a_folder_or_a_fifo_is_no_job_file(tmp_path: Path) -> None:
     ("override", "read"),
     [
         ("epochs=3", lambda job: job.epochs == 3),
-        ("model.name=vgg16_bn", lambda job: job.model.name == "vgg16_bn"),
-        ("model.args.width=8", lambda job: job.model.args == {"width": 8}),
         ("model.args={width: 8}", lambda job: job.model.args == {"width": 8}),
         ("data.validation_fraction=.2", lambda job: job.data.validation_fraction == 0.2),
-        ("optimizer.args.lr_decay=1e-3", lambda job: job.optimizer.args == {"lr_decay": 1e-3}),
         ("learning_rate.candidates.1=3", lambda job: job.learning_rate.candidates == [2, 3]),
         ("learning_rate.candidates=wide", lambda job: job.learning_rate.candidates == "wide"),
         (
             "learning_rate.warmup.epochs=1",
             lambda job: job.learning_rate.warmup == Warmup(epochs=1),
         ),
-        ("workers.count=2", lambda job: job.workers.count == 2),
         ("slots.count=", lambda job: job.slots.count is None),
         (
             "learning_rate={policy: schedule, shape: linear}",
@@ -265,9 +245,8 @@ def test_an_override_enters_a_section_that_is_a_bare_name(section: str) -> None:
 
 def test_later_overrides_win_and_the_mapping_stays_unchanged() -> None:
     raw = {**BASE, "workers": {"count": 1}}
-    job = parse_job(raw, overrides=["workers.count=2", "workers.count=4"])
-    assert job.workers.count == 4
-    assert raw == {**BASE, "workers": {"count": 1}}
+    assert parse_job(raw, overrides=["workers.count=2", "workers.count=4"]).workers.count == 4
+    assert raw["workers"] == {"count": 1}
 
 
 @pytest.mark.parametrize(
@@ -275,26 +254,18 @@ def test_later_overrides_win_and_the_mapping_stays_unchanged() -> None:
     [
         ("epochs", "--set", "the form section.key=value"),
         ("=3", "--set", "the form section.key=value"),
-        ("a..b=3", "--set", "the form section.key=value"),
         ("a." * 9999 + "b=3", "--set", "with at most 50 levels"),
         ("name=x=y", "name", "(given: 'x=y')"),
         ("epochs=[", "--set epochs", "expected the node content"),
-        ("epochs=!!int 3", "--set epochs", "tags"),
         ("epochs.count=3", "--set epochs.count", "epochs is a single value"),
         ("learning_rate.candidates.2=3", "--set learning_rate.candidates.2", "from 0 to 1"),
         ("learning_rate.candidates.x=3", "--set learning_rate.candidates.x", "is a list"),
         ("epochs=010", "--set epochs", "without a leading zero"),
-        ("train_for=1:30", "--set train_for", "base 60"),
         ("name=a #1", "--set name", "a comment begins"),
-        ("storage_path=#1", "--set storage_path", "a comment begins"),
         ("storage_path=$HOME/runs", "storage_path", "$HOME is not replaced"),
-        ("model.weights=${RUN}", "model.weights", "${RUN} is not replaced"),
         ("data={name: image_folder, root: $D/x}", "data.root", "$D is not replaced"),
-        ("data={name: shards, train: $D, test: b}", "data.train", "$D is not replaced"),
         ("data={name: arrays, train: [a, b], test: [c, $D]}", "data.test.1", "$D is not"),
         ("model.args={a: [no]}", "--set model.args", "no may be text or a truth value"),
-        ("data.augment.mixup=.nan", "data.augment.mixup", "finite"),
-        ("epoch=3", "epoch", "did you mean 'epochs'?"),
     ],
 )
 def test_wrong_overrides(override: str, path: str, words: str) -> None:
@@ -316,12 +287,6 @@ def test_a_list_of_candidates_is_of_a_size_that_can_be_tried() -> None:
     numbers = [1 + i / 1000 for i in range(100_001)]
     with pytest.raises(JobError, match="candidates: list should have at most 100 items"):
         parse_job({**BASE, "learning_rate": {"policy": "stpt", "candidates": numbers}})
-
-
-def test_wrong_overrides_and_wrong_fields_come_together() -> None:
-    with pytest.raises(JobError) as caught:
-        parse_job({**BASE, "epochs": 0}, overrides=["seed", "precision=fp8"])
-    assert paths_of(caught.value) == ["--set", "epochs", "precision"]
 
 
 def test_the_schema_names_every_field_with_its_meaning() -> None:

@@ -98,14 +98,6 @@ def test_the_average_covers_a_quarter_of_the_updates_and_less_as_the_rate_falls(
     torch.testing.assert_close(weights(model), last, rtol=0, atol=0)
 
 
-def test_the_average_is_the_weights_where_the_rate_is_zero() -> None:
-    model = network()
-    optimizer = make("SGD", model, "auto")
-    torch.testing.assert_close(
-        train(model, optimizer, range(5), lambda _: 0.0)[-1], weights(model)
-    )
-
-
 def test_an_update_left_out_for_an_overflow_counts_with_unchanged_weights() -> None:
     model = network()
     optimizer = make("SGD", model, momentum=0.9)

@@ -93,14 +93,6 @@ def test_every_class_trains_as_torchs_at_the_rate_that_is_set(name: str) -> None
     assert weight.norm() < new_weight().norm()
 
 
-def test_the_rate_is_zero_until_it_is_set() -> None:
-    weight = new_weight()
-    optimizer = build(OptimizerSection(), weight)
-    weight.grad = torch.ones_like(weight)
-    optimizer.step()
-    assert torch.equal(weight, new_weight())
-
-
 @pytest.mark.parametrize(
     ("name", "args", "expected"),
     [
@@ -230,12 +222,6 @@ def test_schedule_free_optimizers_are_those_of_the_package(name: str) -> None:
     assert type(build(section(name), new_weight())).__module__.startswith("schedulefree.")
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Muon", OwnSGD])
-def test_a_bare_name_has_the_arguments_of_its_class(name: Any) -> None:
-    assert OptimizerSection.model_validate(name).args == {}
-    assert OptimizerSection.model_validate("SGD") == OptimizerSection()
-
-
 def test_muon_is_the_packages_own_class_with_the_groups_it_needs() -> None:
     assert check("Muon", momentum=0.9, aux="adamw", aux_lr_multiplier=0.02) == {}
     muon = OptimizerSection(name="Muon", args={"weight_decay": 0.1, "aux_lr_multiplier": 0.5})
@@ -263,7 +249,6 @@ def test_any_optimizer_has_rates_by_parameter_name() -> None:
     ("values", "pattern"),
     [
         ({"lr_multipliers": {"head.*": 2.0}}, "head"),
-        ({"name": "Muon", "aux_parameters": ["fc.weight"]}, "fc.weight"),
     ],
 )
 def test_a_pattern_that_matches_no_parameter_is_an_error(
@@ -271,11 +256,6 @@ def test_a_pattern_that_matches_no_parameter_is_an_error(
 ) -> None:
     with pytest.raises(JobError, match=rf"'{pattern}.*' matches no parameter.*0\.weight"):
         build_optimizer(OptimizerSection(**values), norm_and_matrix(), steps_per_epoch=7)
-
-
-def test_a_second_rules_parameters_belong_to_muon() -> None:
-    with pytest.raises(ValueError, match="aux_parameters: belongs to Muon; SGD has one rule"):
-        OptimizerSection(aux_parameters=["fc.*"])
 
 
 @pytest.mark.parametrize(
@@ -360,7 +340,6 @@ def test_unknown_and_unsupported_classes_are_errors(name: str, message: str) -> 
         ({"momentum": -1.0, "weight_decay": 0.1}, "optimizer.args", "-1.0"),
         ({"momentum": "much"}, "optimizer.args", "SGD rejects"),
         ({"nesterov": True, "dampening": 0.0}, "optimizer.args", "momentum"),
-        ({"foreach": True, "fused": True}, "optimizer.args", "fused"),
     ],
 )
 def test_a_wrong_argument_names_its_path(args: dict[str, Any], path: str, message: str) -> None:

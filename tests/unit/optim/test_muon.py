@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from raytrain_opt.optim import muon
@@ -194,10 +194,6 @@ def test_matrices_are_computed_in_the_same_batches_by_any_number_of_ranks() -> N
     assert batches == [[[0, 1, 2, 3], [4, 5, 6, 7], [8], [9, 10]]] * 3
 
 
-def test_more_ranks_than_matrices_leave_some_without() -> None:
-    assert split_work([torch.Size((2, 2))], 3) == [[[0]], [], []]
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -214,13 +210,3 @@ def test_values_out_of_range_are_errors(settings: dict[str, Any], message: str) 
 def test_a_vector_in_a_group_of_matrices_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"shape \[6\] is no matrix"):
         Muon(weights(SHAPES, torch.float32), lr=0.1)
-
-
-def test_types_are_updated_side_by_side() -> None:
-    params: list[Tensor] = [
-        nn.Parameter(torch.eye(3, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)
-    ]
-    for param in params:
-        param.grad = torch.eye(3, dtype=param.dtype)
-    Muon(params, lr=0.5, momentum=0.0).step()
-    torch.testing.assert_close(params[0].bfloat16(), params[1], rtol=0.02, atol=0.02)

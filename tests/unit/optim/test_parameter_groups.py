@@ -33,11 +33,6 @@ def test_biases_and_normalization_form_the_second_group() -> None:
     assert settings(convolutional()) == [{}, {"weight_decay": 0.0, "adapt": False}]
 
 
-def test_without_exclusion_all_are_in_one_group_in_order() -> None:
-    model = convolutional()
-    assert names(model, exclude=False) == [[name for name, _ in model.named_parameters()]]
-
-
 @pytest.mark.parametrize(
     "norm",
     [
@@ -55,13 +50,6 @@ def test_every_normalization_layer_is_excluded(norm: nn.Module) -> None:
     model = nn.Sequential(nn.Linear(3, 4, bias=False), norm)
     expected = [f"1.{name}" for name, _ in norm.named_parameters()]
     assert names(model) == [["0.weight"], expected]
-
-
-def test_no_group_is_empty() -> None:
-    assert names(nn.Linear(3, 4, bias=False)) == [["weight"]]
-    assert names(nn.BatchNorm2d(4)) == [["weight", "bias"]]
-    assert settings(nn.BatchNorm2d(4)) == [{"weight_decay": 0.0, "adapt": False}]
-    assert names(nn.ReLU()) == names(nn.ReLU(), exclude=False) == []
 
 
 def test_a_shared_parameter_is_listed_once() -> None:
@@ -86,11 +74,9 @@ class Transformer(nn.Module):
         self.head = nn.Linear(8, 9)
 
 
-def muon_names(model: nn.Module, *aux_parameters: str) -> list[str]:
+def muon_names(model: nn.Module) -> list[str]:
     by_id = {id(param): name for name, param in model.named_parameters()}
-    groups = parameter_groups(
-        model, exclude_bias_and_norm=True, use_muon=True, aux_parameters=aux_parameters
-    )
+    groups = parameter_groups(model, exclude_bias_and_norm=True, use_muon=True)
     assert sum(len(group["params"]) for group in groups) == len(by_id)
     return [by_id[id(p)] for group in groups if group["use_muon"] for p in group["params"]]
 
@@ -98,7 +84,6 @@ def muon_names(model: nn.Module, *aux_parameters: str) -> list[str]:
 def test_muon_takes_matrices_without_embeddings_normalization_and_single_rows() -> None:
     attention = ["attention.in_proj_weight", "attention.out_proj.weight"]
     assert muon_names(Transformer()) == [*attention, "head.weight"]
-    assert muon_names(Transformer(), "head.*") == attention
     assert muon_names(convolutional()) == ["0.weight", "3.weight"]
 
 

@@ -129,18 +129,6 @@ def test_state_dict_resumes_the_transition(stop: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(uninterrupted, resumed, strict=True))
 
 
-def test_groups_keep_their_settings_and_may_lack_gradients() -> None:
-    params = weights()
-    groups = [{"params": params[:2], "weight_decay": 0.5}, {"params": params[2:]}]
-    optimizer = RMSpropWarmup(groups, 0.1, **SOON)
-    before = [p.detach().clone() for p in params]
-    for param in params[1:]:
-        param.grad = torch.zeros_like(param)
-    optimizer.step()
-    changed = [not torch.equal(a, b) for a, b in zip(before, params, strict=True)]
-    assert changed == [False, True, False, False]
-
-
 def test_updates_are_counted_also_without_gradients() -> None:
     late, other = weights()[:2]
     optimizer = RMSpropWarmup([late, other], 0.1, **SOON)

@@ -30,11 +30,6 @@ def test_rate_for_another_batch(
     assert scale_lr(rule, lr, from_size, to_size) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_the_same_batch_changes_no_bit(rule: Any) -> None:
-    assert scale_lr(rule, 0.1, 384, 384) == 0.1
-
-
 def test_schedules_steps_and_scaling_do_not_import_torch() -> None:
     code = "import sys, raytrain_opt.optim.epoch_steps, raytrain_opt.optim.schedules; "
     code += "sys.exit('torch' in sys.modules)"

@@ -187,12 +187,6 @@ def test_a_warmup_in_updates_is_one_of_epochs_where_both_are_equally_long() -> N
         build_schedule(policies[2], steps=10, steps_per_epoch=10)
 
 
-def test_a_training_that_is_only_warmup_ends_at_final() -> None:
-    schedule = build_schedule(policy("cosine", 6), steps=12, steps_per_epoch=2)
-    assert schedule.lr(11) == pytest.approx(0.185)
-    assert schedule.lr(12) == 0.01
-
-
 def test_a_warmup_starts_at_a_twentieth_of_the_rate_by_default() -> None:
     section = SchedulePolicy.model_validate({"policy": "schedule", "warmup": {"epochs": 1}})
     assert build_schedule(section, steps=6, steps_per_epoch=2).lr(0) == pytest.approx(0.005)

@@ -12,9 +12,7 @@ from raytrain_opt.config.updates import OptimizerChoiceSection
 from raytrain_opt.errors import JobError
 from raytrain_opt.optim.epoch_steps import EpochSteps, length_of
 from raytrain_opt.search import factory
-from raytrain_opt.search.fixed_schedule import FixedSchedule
 from raytrain_opt.search.policy import History, Policy, TrainEpoch
-from raytrain_opt.search.stpt import Stpt
 from tests.support.synthetic_runs import write_schedule
 
 
@@ -33,20 +31,6 @@ def job(epochs: int = 4, **learning_rate: Any) -> Job:
             **section,
         }
     )
-
-
-def test_stpt_gets_the_length_of_the_training() -> None:
-    policy = build_policy(job(policy="stpt"), EpochSteps(25))
-    assert isinstance(policy, Stpt)
-    assert (policy.epochs, policy.alpha_steps(1)) == (4, 2)
-
-
-def test_a_schedule_covers_all_epochs() -> None:
-    schedule = {"policy": "schedule", "shape": "linear", "initial": 0.4}
-    policy = build_policy(job(epochs=2, **schedule), EpochSteps(2))
-    assert isinstance(policy, FixedSchedule)
-    lrs = policy.next(1, History()).steps.lrs + policy.next(2, History()).steps.lrs
-    assert lrs == pytest.approx((0.4, 0.3, 0.2, 0.1))
 
 
 def test_replay_reads_the_file_of_an_earlier_run(tmp_path: Path) -> None:

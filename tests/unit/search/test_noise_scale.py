@@ -100,10 +100,6 @@ class TestPooled:
         assert together.updates == 1000
         assert together.value == pytest.approx(complete.value)
 
-    def test_means_are_taken_before_the_ratio(self) -> None:
-        steep, flat = exact(10, gradient_sq=9.0), exact(110, gradient_sq=1.0)
-        assert pool_noise_scales([steep, flat]).value == pytest.approx((90 + 110) / (9 + 1))
-
     def test_a_record_is_read_back(self) -> None:
         for noise in (estimated(sampled(100)), estimated(sampled(2)), exact(5)):
             text = RECORD.dump_json(noise)
@@ -128,7 +124,3 @@ def test_efficiency_is_the_progress_of_a_sample(
     noise_scale: float, batch: float, efficiency: float
 ) -> None:
     assert math.exp(log_efficiency(noise_scale, batch)) == pytest.approx(efficiency)
-
-
-def test_without_noise_all_batches_make_the_same_progress_a_step() -> None:
-    assert log_efficiency(0, 64) - log_efficiency(0, 128) == pytest.approx(math.log(2))

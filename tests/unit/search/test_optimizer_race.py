@@ -164,14 +164,6 @@ def test_schedule_free_keeps_its_rate_and_the_others_let_it_fall() -> None:
         assert action.steps.lrs[-1] == pytest.approx(1.0, rel=0.1)
 
 
-@pytest.mark.parametrize("optimizers", [AUTO, AUTO[:1]])
-def test_batch_norm_statistics_are_taken_anew_before_each_score(
-    optimizers: tuple[OptimizerSection, ...],
-) -> None:
-    rounds, _, _ = search(policy(optimizers), USUAL)
-    assert all(r.fresh_statistics for r in rounds)
-
-
 @pytest.mark.parametrize("factor", [0.01, 1.0, 100.0])
 def test_the_search_stays_within_its_budget_and_finds_the_same_peak(factor: float) -> None:
     rounds, action, history = search(policy(initial=0.1 * factor), USUAL)

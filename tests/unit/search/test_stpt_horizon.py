@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 import zlib
 from dataclasses import dataclass, replace
 from typing import Any
@@ -147,10 +146,6 @@ def test_the_values_of_a_small_schedule() -> None:
     assert [schedule.at(done) for done in (0.0, 0.1, 0.2, 0.6, 1.0)] == pytest.approx(
         [0, 0.5, 1, 0.5, 0]
     )
-
-
-def test_without_warm_up_it_begins_at_the_peak() -> None:
-    assert RelativeSchedule("linear", 0.0).at(0) == 1
 
 
 @pytest.mark.parametrize("shape", ["linear", "cosine"])
@@ -368,17 +363,6 @@ def test_the_fine_grid_is_extended_upward_even_if_a_coarse_rate_there_was_worse(
     assert rates(second) == pytest.approx([1.0])
 
 
-def test_the_fine_grid_is_extended_downward_too() -> None:
-    training = trained(
-        horizon(epochs=90),
-        Surface(0.04, noise=0.01),
-    )
-    fine = [action for action in training.rounds if action.stage == "fine"]
-    assert len(fine) >= 2
-    assert max(rates(fine[-1])) < min(rates(fine[0]))
-    assert {action.pretrain_steps for action in fine} == {96}
-
-
 # Divergence.
 
 
@@ -387,20 +371,6 @@ def test_diverging_rates_are_neither_chosen_nor_tried_in_the_fine_stage() -> Non
     assert training.peak < 0.6
     # The coarse stage did not try 0.562; 1 diverged in it.
     assert all(max(rates(action)) < 0.9 for action in training.rounds if action.stage == "fine")
-
-
-def test_coarse_rates_with_a_large_finite_loss_are_not_chosen() -> None:
-    training = trained(horizon(), FiniteCliff(0.08))
-    fine = training.rounds[-1]
-    assert rates(fine) == pytest.approx([0.0316, 0.1, 0.316], rel=0.01)
-    assert 0.05 < training.peak < 0.11
-
-
-class FiniteCliff(Surface):
-    """The loss of large rates is large, but a number."""
-
-    def loss(self, action: TryCandidates, candidate: Candidate) -> float:
-        return 1e6 if candidate.lr > 0.3 else super().loss(action, candidate)
 
 
 def test_when_all_diverge_lower_rates_are_tried() -> None:
@@ -475,11 +445,3 @@ def test_a_training_that_is_too_short_for_any_search_uses_the_initial_rate(
 
 
 # Resuming.
-
-
-def test_a_resumed_run_takes_the_actions_of_an_uninterrupted_one() -> None:
-    policy = horizon(32, max_search_cost=0.4)
-    training = trained(policy, Surface(noise=0.2))
-    for done in range(1, 32):
-        history = pickle.loads(pickle.dumps(training.histories[done - 1]))
-        assert policy.next(done + 1, history) == training.epochs[done]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -66,12 +65,6 @@ def test_momentum_is_that_of_the_model_by_default(
 ) -> None:
     set_momentum(net, momentum)
     assert momenta(net) == expected
-
-
-def test_momentum_does_not_change_other_normalization_layers() -> None:
-    model = nn.Sequential(nn.InstanceNorm2d(3, momentum=0.1), nn.BatchNorm2d(3))
-    set_momentum(model, 0.5)
-    assert [module.momentum for module in model] == [0.1, 0.5]
 
 
 def step(buffers: StepBuffers, model: nn.Module, batches: list[Tensor]) -> None:
@@ -198,24 +191,3 @@ def test_modes_and_momenta_are_restored_after_a_failed_recalibration(net: Net) -
         recalibrate(net, passes(net, images(2), torch.zeros(2, 5, 8, 8)))
     assert not any(module.training for module in net.modules())
     assert momenta(net) == [0.1, 0.3, 0.1]
-
-
-def test_recalibration_does_not_recompile_a_compiled_model(net: Net) -> None:
-    graphs = []
-
-    def count_graphs(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
-        graphs.append(inputs)
-        return graph
-
-    plain = deepcopy(net)
-    net.compile(backend=count_graphs)
-    net(images(1))
-    compiled = len(graphs)
-    assert compiled > 0
-    plain(images(1))
-    for model in (plain, net):
-        torch.manual_seed(5)
-        recalibrate(model, passes(model, images(2), images(3)))
-    assert_same(tensors(net), tensors(plain))
-    net(images(4))
-    assert len(graphs) == compiled

@@ -89,9 +89,3 @@ def test_a_loader_without_a_full_batch_is_an_error() -> None:
     search = MinibatchSizeOptimizer(initial=16, **FAST)
     with pytest.raises(DataError, match="no full batch of 16"):
         search.apply(model, optimizer, data, shuffle=False, sampler=five_samples)
-
-
-def test_utilization_without_a_gpu_must_be_requested() -> None:
-    model, optimizer, data = user_training()
-    with pytest.raises(JobError, match=r"utilization\.sampler"):
-        MinibatchSizeOptimizer("gpu_usage_maximize").apply(model, optimizer, data)

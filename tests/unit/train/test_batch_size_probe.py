@@ -113,22 +113,6 @@ def test_everything_is_bit_identical_afterwards(steps_before: int, train_mode: b
     assert everything(training) == before
 
 
-def test_a_probe_trains() -> None:
-    seen: list[float] = []
-    training = probed()
-
-    compute = training.loss
-
-    def loss(batch: Batch) -> Tensor:
-        seen.append(float(next(training.model.parameters()).detach().sum()))
-        return compute(batch)
-
-    training.loss = loss
-    probe = measure(training, 8, SECTION, sampler())
-    assert len(seen) == probe.steps + probe_module._WARMUP_STEPS
-    assert len(set(seen)) > len(seen) / 2  # the weights move (a sum may come again)
-
-
 def test_times_are_measured_with_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Marks at 0, 1, 3, 6, 10, 15 | 16, 18, 21, 25, 30 |: parts of 1 to 5 s, 15 s a step."""
     gaps = (part for _ in count() for part in (1.0, 2.0, 3.0, 4.0, 5.0))

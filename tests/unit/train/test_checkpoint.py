@@ -105,34 +105,6 @@ def test_the_latest_and_the_best_are_kept(
     assert read_index(tmp_path) == checkpoints.saved
 
 
-@pytest.mark.parametrize(
-    ("accuracies", "kept"),
-    [([None, 0.9, 0.9, None], [2, 4]), ([None, None, None], [3])],
-)
-def test_unmeasured_checkpoints_are_never_the_best(
-    tmp_path: Path, accuracies: list[float | None], kept: list[int]
-) -> None:
-    checkpoints = open_checkpoints(tmp_path, keep=1)
-    assert checkpoints.latest is None
-    save_all(checkpoints, accuracies)
-    assert [checkpoint.epoch for checkpoint in checkpoints.saved] == kept
-
-
-def test_a_folder_that_the_index_does_not_name_is_no_checkpoint(tmp_path: Path) -> None:
-    """As after a crash between the files and the index."""
-    checkpoints = open_checkpoints(tmp_path)
-    checkpoints.save(1, trained(), {}, 0.5)
-    checkpoint_module.write_checkpoint(tmp_path / "epoch-0002", trained(1), {})
-    again = open_checkpoints(tmp_path)
-    assert again.latest == checkpoints.latest
-    again.save(2, trained(2), {}, 0.6)
-    back, _ = read_checkpoint(tmp_path / "epoch-0002")
-    assert torch.equal(
-        model_tensors(back)["0.weight"],
-        model_tensors(trained(2))["0.weight"],
-    )
-
-
 # Storage that cannot be written.
 
 
@@ -272,23 +244,6 @@ def test_without_an_index_no_checkpoint_is_removed(tmp_path: Path) -> None:
     (tmp_path / "index.json").unlink()
     open_checkpoints(tmp_path).remove_orphans()
     assert folders(tmp_path) == ["epoch-0001"]
-
-
-def test_a_damaged_checkpoint_is_replaced_when_its_epoch_is_trained_again(tmp_path: Path) -> None:
-    save_all(open_checkpoints(tmp_path), [0.1, 0.2])
-    flip_bit(tmp_path / "epoch-0002" / "rest.pt")
-    again = open_checkpoints(tmp_path)
-    assert len(again.drop_damaged()) == 1
-    again.save(2, trained(1), PROGRESS, 0.2)
-    assert [checkpoint.epoch for checkpoint in again.saved] == [1, 2]
-    assert open_checkpoints(tmp_path).drop_damaged() == []
-    assert read_checkpoint(tmp_path / "epoch-0002")[1] == PROGRESS
-
-
-def test_older_checkpoints_are_not_checked(tmp_path: Path) -> None:
-    save_all(open_checkpoints(tmp_path, keep="all"), [0.1, 0.2])
-    flip_bit(tmp_path / "epoch-0001" / "rest.pt")
-    assert open_checkpoints(tmp_path).drop_damaged() == []
 
 
 def test_if_all_checkpoints_are_damaged_the_error_lists_each(tmp_path: Path) -> None:

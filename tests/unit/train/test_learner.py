@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-from base64 import b64decode
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
-from io import BytesIO
 from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from schedulefree import SGDScheduleFree
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,9 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from raytrain_opt.config.schema import Job
 from raytrain_opt.data.base import Batch
 from raytrain_opt.data.in_memory_sets import DatasetArrays
-from raytrain_opt.errors import JobError
-from raytrain_opt.recording.predictions import PredictionsRecord
-from raytrain_opt.results import MAX_MISTAKES, Predictions, Steps
+from raytrain_opt.results import Steps
 from raytrain_opt.train.kernels import COMPILE_ARGUMENTS
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
@@ -136,15 +130,6 @@ def test_the_momentum_rises_to_that_of_the_optimizer() -> None:
     assert seen == pytest.approx(expected)
 
 
-def test_an_optimizer_without_momentum_has_no_momentum_warm_up() -> None:
-    adam = learner(
-        optimizer={"name": "Adam", "momentum_warmup": {"epochs": 1, "initial": 0.5}},
-        learning_rate={"policy": "schedule"},
-    )
-    with pytest.raises(JobError, match="Adam has no argument momentum"):
-        adam.train(1, Steps(0, (0.1,)), all_of(1))
-
-
 def reference_sgd(count: int, lrs: Sequence[float], clip_norm: float = math.inf) -> list[Tensor]:
     """Train with SGD, momentum and weight decay written out, on the mean of the gradients."""
     reference = learner()
@@ -208,14 +193,6 @@ def test_a_ramp_trains_at_the_larger_batch_from_its_epoch_on(workers: int) -> No
     assert (totals.steps, totals.samples) == (2, 64)
 
 
-def test_a_phase_can_be_split_anywhere() -> None:
-    uncut, cut = learner(), learner()
-    uncut.train(1, Steps(0, LRS), all_of(2))
-    cut.train(1, Steps(0, LRS[:1]), all_of(2))
-    cut.train(1, Steps(1, LRS[1:]), all_of(2))
-    assert uncut.state(copy=True).digest() == cut.state(copy=True).digest()
-
-
 @pytest.mark.parametrize(
     "job",
     [
@@ -243,24 +220,6 @@ def test_a_phase_from_the_same_state_repeats_bit_by_bit(job: dict[str, Any]) -> 
         assert again.losses == totals.losses
 
 
-def test_seeds_make_different_weights_and_equal_seeds_equal_ones() -> None:
-    digests = [learner(seed=seed).state(copy=True).digest() for seed in (0, 0, 1)]
-    assert digests[0] == digests[1] != digests[2]
-
-
-def test_the_factor_multiplies_the_weight_decay() -> None:
-    def trained_weights(weight_decay: float, decay: float) -> list[Tensor]:
-        args = {"momentum": 0.9, "weight_decay": weight_decay}
-        trained = learner(optimizer={"name": "SGD", "args": args})
-        trained.train(1, Steps(0, LRS, weight_decay_factor=decay), all_of(1))
-        return weights(trained)
-
-    assert_close(trained_weights(0.01, 10.0), trained_weights(0.1, 1.0))
-    assert not torch.equal(trained_weights(0.01, 10.0)[0], trained_weights(0.01, 1.0)[0])
-    for expected, weight in zip(trained_weights(0.0, 1.0), trained_weights(0.1, 0.0), strict=True):
-        assert torch.equal(expected, weight)
-
-
 def test_the_weight_decay_factor_lasts_one_phase_and_keeps_zeros() -> None:
     trained = learner(net_with_norm, optimizer={"name": "LARS", "args": {"weight_decay": 0.01}})
     start = trained.state(copy=True)
@@ -279,76 +238,6 @@ def test_the_weight_decay_factor_lasts_one_phase_and_keeps_zeros() -> None:
     trained.load(high)
     trained.train(1, Steps(0, LRS), all_of(1))
     assert decays() == initial_decays
-
-
-def test_no_steps_change_nothing() -> None:
-    trained = learner()
-    before = trained.state(copy=True).digest()
-    totals = trained.train(1, Steps(3, ()), all_of(2))
-    assert trained.state(copy=True).digest() == before
-    assert (totals.steps, totals.samples, totals.loss) == (0, 0, 0.0)
-
-
-def test_on_step_is_called_before_every_step_and_may_raise() -> None:
-    calls: list[int] = []
-
-    def on_step(done: int) -> None:
-        calls.append(done)
-        if done == 2:
-            raise InterruptedError
-
-    trained, two_steps = learner(), learner()
-    with pytest.raises(InterruptedError):
-        trained.train(1, Steps(0, LRS), all_of(1), on_step)
-    assert calls == [0, 1, 2]
-    two_steps.train(1, Steps(0, LRS[:2]), all_of(1))
-    assert_close(weights(trained), weights(two_steps))
-
-
-def test_totals_are_sums_over_the_samples() -> None:
-    trained = learner()
-    totals = trained.train(1, Steps(0, (0.0, 0.0)), all_of(2))
-    reference = learner()
-    reference.model.train()
-    loss_sum = 0.0
-    for batch in reference.data.train_batches(1, product(range(2), range(1)), 1, 16):
-        output = reference.model(batch.x)
-        loss_sum += nn.functional.cross_entropy(output, batch.y, reduction="sum").item()
-    assert totals.loss == pytest.approx(loss_sum / 32)
-    assert (totals.steps, totals.samples) == (2, 32)
-    assert totals.duration_s >= totals.data_wait_s >= 0
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_is_reported(bad: float) -> None:
-    trained = learner()
-    with torch.no_grad():
-        trained.model[3].bias[0] = bad  # type: ignore[index]
-    assert not math.isfinite(trained.train(1, Steps(0, (0.1,)), all_of(2)).loss)
-    assert not math.isfinite(trained.evaluate("validation").loss)
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_mixed_precision_trains_close_to_full(precision: str) -> None:
-    full, mixed = learner(), learner(precision=precision)
-    dtypes: list[torch.dtype] = []
-    mixed.model[0].register_forward_hook(  # type: ignore[index]
-        lambda _module, _inputs, output: dtypes.append(output.dtype)
-    )
-    a, b = (t.train(1, Steps(0, LRS), all_of(2)) for t in (full, mixed))
-    assert set(dtypes) == {torch.bfloat16 if precision == "bf16" else torch.float16}
-    assert b.loss == pytest.approx(a.loss, rel=0.02)
-    assert {p.dtype for p in mixed.model.parameters()} == {torch.float32}
-    for left, right in zip(weights(full), weights(mixed), strict=True):
-        torch.testing.assert_close(left, right, rtol=0, atol=0.02)
-    assert mixed.scaler.is_enabled() == (precision == "fp16")
-
-
-def test_channels_last_changes_only_the_memory_order() -> None:
-    last, first = learner(channels_last=True), learner(channels_last=False)
-    a, b = (t.train(1, Steps(0, LRS), all_of(2)) for t in (last, first))
-    assert a.loss == pytest.approx(b.loss)
-    assert_close(weights(last), weights(first))
 
 
 class CountReads(TorchDispatchMode):
@@ -373,12 +262,6 @@ def muon(aux: str) -> dict[str, Any]:
 
 
 CLIPPED = {"name": "SGD", "clip_norm": 0.1}
-
-
-def test_reads_of_a_tensor_are_counted() -> None:
-    with CountReads() as reads:
-        float(torch.ones(2).sum())
-    assert reads.count == 1
 
 
 @pytest.mark.parametrize("average", [None, "auto"])
@@ -436,91 +319,6 @@ def test_a_compiled_model_survives_other_states_rates_and_optimizers(
     assert compiled.state(copy=False).digest() == eager.state(copy=False).digest()
 
 
-# Evaluation.
-
-
-def count_one_by_one(trained: Learner, x: Tensor, y: Tensor) -> tuple[float, int, int]:
-    """Sum of losses, hits of the first guess, hits among the best five; sample by sample."""
-    trained.model.eval()
-    losses, top1, top5 = 0.0, 0, 0
-    with torch.no_grad():
-        for sample, label in zip(x, y, strict=True):
-            scores = trained.model(sample[None])[0]
-            losses -= float(scores.log_softmax(0)[label])
-            better = int((scores > scores[label]).sum())
-            top1 += better < 1
-            top5 += better < 5
-    return losses, top1, top5
-
-
-@pytest.mark.parametrize("batch_size", [1, 8, 37, None])
-def test_evaluation_counts_every_test_sample_once(batch_size: int | None) -> None:
-    trained = learner(net_with_norm, evaluate={"batch_size_per_worker": batch_size})
-    trained.train(1, Steps(0, LRS), all_of(1))
-    totals = trained.evaluate("test")
-    [batch] = trained.data.eval_batches("test", 0, 1, 100)
-    assert np.array_equal(batch.y.numpy(), arrays().test_y)
-    losses, top1, top5 = count_one_by_one(trained, batch.x, batch.y)
-    counts = totals.sums["accuracy"], totals.sums["top5"]
-    assert (totals.samples, *counts) == (TEST_SIZE, top1, top5)
-    assert totals.loss == pytest.approx(losses / TEST_SIZE, rel=1e-5)
-    assert 0 < top1 < top5 < TEST_SIZE
-    assert totals.means["accuracy"] == top1 / TEST_SIZE
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 5, 37, 40])
-@pytest.mark.parametrize("split", ["test", "validation"])
-def test_the_ranks_evaluate_each_sample_once(world_size: int, split: Any) -> None:
-    trained = learner()
-    complete = trained.evaluate(split)
-    parts = [trained.evaluate(split, rank, world_size) for rank in range(world_size)]
-    assert sum(part.samples for part in parts) == complete.samples
-    for name, value in complete.sums.items():
-        assert sum(part.sums[name] for part in parts) == pytest.approx(value)
-    assert sum(part.loss_squares for part in parts) == pytest.approx(complete.loss_squares)
-
-
-def test_the_standard_error_of_the_loss_is_that_over_the_samples() -> None:
-    trained = learner()
-    [batch] = trained.data.eval_batches("test", 0, 1, 100)
-    with torch.no_grad():
-        losses = nn.functional.cross_entropy(trained.model(batch.x), batch.y, reduction="none")
-    expected = float(losses.double().std()) / math.sqrt(len(losses))
-    totals = trained.evaluate("test")
-    assert totals.loss_error == pytest.approx(expected, rel=1e-4)
-    assert replace(totals, samples=1).loss_error == math.inf
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_the_predictions_of_all_ranks_are_those_of_the_network(world_size: int) -> None:
-    """The pictures of the most confident mistakes are the images of these samples."""
-    trained = learner(evaluate={"batch_size_per_worker": 8})
-    trained.train(1, Steps(0, LRS), all_of(1))
-    parts = [trained.evaluate("test", rank, world_size).predictions for rank in range(world_size)]
-    predictions = Predictions.join(parts)
-    assert predictions is not None
-    [batch] = trained.data.eval_batches("test", 0, 1, 100)
-    with torch.no_grad():
-        confidences, classes = trained.model(batch.x).softmax(dim=1).max(dim=1)
-    assert np.array_equal(predictions.labels, arrays().test_y)
-    assert np.array_equal(predictions.classes, classes.numpy())
-    np.testing.assert_allclose(predictions.confidences, confidences.numpy(), rtol=1e-5)
-    record = PredictionsRecord.of(1, "abcdefg", predictions)
-    wrong = [i for i in range(TEST_SIZE) if classes[i] != batch.y[i]]
-    worst = sorted(wrong, key=lambda i: -float(predictions.confidences[i]))[:MAX_MISTAKES]
-    assert [mistake.sample for mistake in record.mistakes] == worst
-    for mistake in record.mistakes:
-        assert mistake.jpeg is not None
-        image = Image.open(BytesIO(b64decode(mistake.jpeg)))
-        difference = np.asarray(image, float) - arrays().test_x[mistake.sample, ..., 0]
-        assert np.abs(difference).mean() < 8
-
-
-def test_other_evaluations_remember_no_predictions() -> None:
-    assert learner().evaluate("validation").predictions is None
-    assert Predictions.join([None, None]) is None
-
-
 def test_statistics_are_recomputed_from_training_batches() -> None:
     trained = learner(net_with_norm, batch_norm={"recalibrate_batches": 2}, batch_ramp=RAMP)
     trained.train(2, Steps(0, LRS[:1]), all_of(1))
@@ -530,28 +328,6 @@ def test_statistics_are_recomputed_from_training_batches() -> None:
     means = [convolution(batch.x).mean((0, 2, 3)) for batch in batches]
     assert_close([norm.running_mean], [torch.stack(means).mean(0)])
     assert norm.momentum == 0.1
-
-
-class Penalty:
-    """A task whose loss reads the parameters of the model that it gets, and its derivatives."""
-
-    def training_loss(self, model: nn.Module, batch: Any) -> Tensor:
-        x, y = batch
-        x = x.clone().requires_grad_()
-        torch.autograd.grad(model(x).sum(), x)
-        penalty = 1e-3 * sum(p.square().sum() for p in model.parameters())
-        return nn.functional.cross_entropy(model(x), y) + penalty
-
-    def validation_metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        x, y = batch
-        return {"loss": nn.functional.cross_entropy(model(x), y, reduction="none")}
-
-
-def test_statistics_are_recomputed_with_the_model_that_a_task_gets_in_training() -> None:
-    trained = learner(net_with_norm, task=Penalty, average=0.5)
-    trained.train(1, Steps(0, LRS), all_of(1))
-    trained.finish_phase()
-    assert trained.model[1].num_batches_tracked == 10  # type: ignore[index, union-attr]
 
 
 CONSTANT = {"policy": "schedule", "shape": "constant"}
@@ -646,23 +422,6 @@ def test_a_phase_that_was_stopped_continues_with_the_buffers_of_its_last_step(bu
         trained.finish_phase()
     digests = {trained.state(copy=True).digest() for trained in (once, stopped, resumed)}
     assert len(digests) == 1
-
-
-def test_evaluation_changes_nothing() -> None:
-    trained, other = learner(net_with_norm), learner(net_with_norm)
-    before = trained.state(copy=True).digest()
-    trained.evaluate("test")
-    assert trained.state(copy=True).digest() == before
-    trained.train(1, Steps(0, LRS), all_of(1))
-    other.train(1, Steps(0, LRS), all_of(1))
-    assert trained.state(copy=True).digest() == other.state(copy=True).digest()
-
-
-def test_evaluation_reports_its_progress() -> None:
-    calls: list[tuple[int, int]] = []
-    trained = learner(evaluate={"batch_size_per_worker": 10})
-    trained.evaluate("test", on_step=lambda done, total: calls.append((done, total)))
-    assert calls == [(0, 4), (1, 4), (2, 4), (3, 4)]
 
 
 def test_a_readable_sample_does_not_weigh_more_for_an_unreadable_one() -> None:

@@ -176,15 +176,6 @@ def test_numbers_that_no_training_starts_from_are_refused(change: Any, message: 
         fit_pretrained(own, {**own, "weight": change(own["weight"])}, 2)
 
 
-def test_equal_tensors_that_are_not_tied_need_both_names() -> None:
-    own = {"a": torch.ones(3), "b": torch.ones(3)}
-    with pytest.raises(JobError, match="missing in the weights: b"):
-        fit_pretrained(own, {"a": torch.zeros(3)}, 4)
-    mixed = {"module.a": torch.zeros(3), "b": torch.zeros(3)}
-    with pytest.raises(JobError, match=r"not in this network: module\.a"):
-        fit_pretrained(own, mixed, 4)
-
-
 def test_a_folder_of_transformers(tmp_path: Path) -> None:
     from transformers import BertConfig, BertForSequenceClassification
 

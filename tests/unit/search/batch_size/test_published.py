@@ -15,13 +15,12 @@ from raytrain_opt.errors import ResourcesError
 from raytrain_opt.results import Probe
 from raytrain_opt.search.batch_size.strategy import (
     BatchSizeChoice,
-    ProbeRequest,
     SizeBounds,
     Strategy,
 )
 from raytrain_opt.search.factory import build_strategy
 from tests.support.samples import Samples
-from tests.support.simulated_machine import Curve, Machine, random_machine, replayed
+from tests.support.simulated_machine import Curve, Machine, random_machine
 
 WIDE = SizeBounds(largest=100_000, epoch_samples=50_000)
 FLAT, FREE = Curve(half=0.0), Curve(half=1e9)
@@ -67,15 +66,6 @@ class TestEpochTimeMinimize:
         assert machine.sizes == SIZES[:21]
         assert choice.batch_size == 196
 
-    @pytest.mark.slow
-    def test_stops_only_at_multiples_of_five_loops(self, samples: Samples) -> None:
-        for seed in samples(40):
-            machine = Machine(random_machine(seed).curve, WIDE, noise=0.02, seed=seed)
-            machine.search(epoch_time())
-            loops = len(machine.history) - 1
-            assert loops % 5 == 0
-            assert loops >= 10
-
     @pytest.mark.parametrize(("gain", "stops"), [(0.049, True), (0.051, False)])
     def test_the_threshold_is_a_fraction_of_the_first_epoch(
         self, gain: float, stops: bool
@@ -83,12 +73,6 @@ class TestEpochTimeMinimize:
         # Epoch times 1 at loop 0, 0.5 at loop 5, 0.5 - gain at loop 10.
         history = rates(1.0, *[2.0] * 9, 1 / (0.5 - gain))
         assert isinstance(epoch_time().propose(history), BatchSizeChoice) is stops
-
-    def test_getting_slower_is_no_convergence(self) -> None:
-        history = rates(*[1.0] * 10, 0.5)
-        assert epoch_time().propose(history) == ProbeRequest(
-            106, epoch_time().propose(history).reason
-        )
 
     def test_the_size_at_convergence_is_chosen_though_another_was_faster(self) -> None:
         history = rates(1.0, 1.0, 9.0, *[1.0] * 8)
@@ -107,12 +91,6 @@ class TestEpochTimeMinimize:
         assert machine.sizes == SIZES[:7]
         assert choice.batch_size == SIZES[6]
         assert "max_loops" in choice.reason
-
-    def test_100_loops_by_default(self) -> None:
-        # Every test sees an epoch a tenth of the first shorter or longer than the last one.
-        history = [Probe(32 + i, "ok", 1.0 if i // 5 % 2 else 1.2) for i in range(100)]
-        assert isinstance(epoch_time().propose(history[:99]), ProbeRequest)
-        assert isinstance(epoch_time().propose(history), BatchSizeChoice)
 
 
 class TestGpuUsageMaximize:
@@ -168,11 +146,6 @@ class TestGpuUsageMaximize:
         assert machine.search(gpu_usage(initial=8)).batch_size == 1
         assert machine.sizes.count(1) == 1
 
-    def test_the_target_comes_from_the_job(self) -> None:
-        machine = crossing(100)
-        choice = machine.search(gpu_usage(target_pct=49.5))
-        assert abs(choice.batch_size - 50) <= 5
-
     def test_max_loops_ends_the_search(self) -> None:
         machine = crossing(1000)
         choice = machine.search(gpu_usage(max_loops=12))
@@ -208,26 +181,11 @@ class TestMemory:
         assert machine.sizes[:5] == [32, 16, 8, 10, 13]
         assert choice.batch_size == 13
 
-    def test_growth_stops_below_what_did_not_fit(self, make: Any) -> None:
-        machine = self.machine(memory=15)
-        assert machine.search(make()).batch_size == 15
-        assert machine.sizes == [32, 16, 8, 10, 13, 15]
-
     def test_the_limit_ends_the_growth_once_measured(self, make: Any) -> None:
         bounds = SizeBounds(44, epoch_samples=100)
         machine = self.machine(bounds)
         assert machine.search(make(bounds)).batch_size == 44
         assert machine.sizes == [32, 34, 37, 41, 44]
-
-
-@BOTH
-def test_the_same_history_gives_the_same_proposal(make: Any) -> None:
-    machine = random_machine(3)
-    machine.search(make(machine.bounds))
-    strategy = make(machine.bounds)
-    forwards = replayed(strategy, machine.history)
-    assert replayed(strategy, machine.history) == forwards
-    assert [step.batch_size for step in forwards[:-1]] == machine.sizes
 
 
 @BOTH

@@ -22,7 +22,7 @@ from raytrain_opt.search.batch_size.strategy import (
 from raytrain_opt.search.batch_size.throughput_knee import combine, draw_curves
 from raytrain_opt.search.factory import build_strategy
 from tests.support.samples import Samples
-from tests.support.simulated_machine import Curve, Machine, random_machine, replayed
+from tests.support.simulated_machine import Curve, Machine, random_machine
 
 WIDE = SizeBounds(largest=4096, epoch_samples=50_000)
 
@@ -125,17 +125,6 @@ class TestDecisions:
         assert len(machine.history) == 12
         assert "stopped after 12 probes" in choice.reason
 
-    def test_powers_of_two_and_multiples_of_8_are_probed(self) -> None:
-        for seed in range(5):
-            machine = replace(random_machine(seed), bounds=WIDE, memory=10**6, history=[])
-            searched(machine)
-            assert all(s % 8 == 0 or s & (s - 1) == 0 for s in machine.sizes)
-
-    def test_the_reason_states_its_confidence(self) -> None:
-        choice = searched(Machine(Curve(half=4.0), WIDE, noise=0.002))
-        assert "% of the best samples/s up to 4096" in choice.reason
-        assert "95 % confidence" in choice.reason
-
 
 class TestGoodput:
     """The noise scale is known, and so is the size at which most progress is made a second."""
@@ -210,14 +199,6 @@ class TestMemory:
         )
 
 
-def test_the_same_history_gives_the_same_proposal() -> None:
-    machine = random_machine(10)
-    searched(machine)
-    forwards = replayed(throughput_knee(machine.bounds), machine.history)
-    assert replayed(throughput_knee(machine.bounds), machine.history) == forwards
-    assert [step.batch_size for step in forwards[:-1]] == machine.sizes
-
-
 class TestModel:
     def test_repeats_count_by_their_inverse_variance(self) -> None:
         history = [Probe(8, "ok", 100.0, 1.0), Probe(8, "ok", 102.0, 2.0)]
@@ -254,11 +235,3 @@ class TestModel:
         assert (low < truth).all()
         assert (truth < high).all()
         assert (high - low)[0] < math.log(2) / 2  # twice the size is at most twice as fast
-
-    def test_curves_differ_less_after_a_more_precise_measurement(self) -> None:
-        spreads = [
-            draw_curves(combine([Probe(32, "ok", 100.0, error)]), [32]).std()
-            for error in (5.0, 1.0, 0.2)
-        ]
-        assert spreads == sorted(spreads, reverse=True)
-        assert spreads[0] == pytest.approx(0.05, rel=0.15)
