@@ -175,8 +175,7 @@ class TrainingRun:
         self._wait_for_workers()
         self._in_round = False
         self._show_phase(action.epoch, "main train")
-        searches = self.job.learning_rate.max_candidates > 0
-        if action.epoch == 1 and not self.history.decisions and searches:
+        if action.epoch == 1 and not self.history.decisions and action.reason:
             self.terminal.note(f"epoch 1: {action.reason}")
         if self._epoch.train is None and action.overfitting:
             text = f"epoch {action.epoch}: {action.overfitting}"

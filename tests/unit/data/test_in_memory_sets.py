@@ -199,7 +199,7 @@ def oversized(file: Path) -> None:
         (saved(40, 2, kind="int64"), "train.1", "has type int64 and shape (40, 2); labels must"),
         (labels(0.5, "float64"), "train.1", "must be integer class indices"),
         (labels(-1), "train.1", "1 labels outside 0 and up; the first is -1, of sample 0"),
-        (labels(3), "test.1", "1 labels outside 0 to 2 (data.num_classes); the first is 3"),
+        (labels(3), "test.1", "1 labels outside 0 to 2, the classes of the training set; the"),
     ],
 )
 def test_arrays_that_are_wrong(
