@@ -83,9 +83,8 @@ def _check_cluster(job: Job | None, owned: bool) -> list[Finding]:
         result = "no cluster was given: Ray was started on this machine for the checks"
     findings = [Finding("Ray", "ok", result)]
     if job is not None:  # what a run would refuse before anything starts
-        problems = (Finding("job", "error", str(p), "correct the job") for p in check_job(job))
-        valid = Finding("job", "ok", "its names, functions and files are valid")
-        findings += [*problems] or [valid]
+        problems = [Finding("job", "error", str(p), "correct the job") for p in check_job(job)]
+        findings += problems or [Finding("job", "ok", "names, functions and files are valid")]
     path = "runs" if job is None else job.storage_path
     file = f".doctor-{uuid4().hex[:8]}"
     try:

@@ -147,12 +147,12 @@ def _read_tables(folder: Path, label_column: str | None, notes: list[str]) -> li
     By path, name, or name without suffix. Of several tables one must name all images of the
     others, and more. Raises DataError: none does, one is damaged, or its columns are not clear.
     """
-    images, left_out, tables = dict[str, str | None](), Counter[str](), list[list[Row]]()
+    images, left_out, tables = dict[str, str](), Counter[str](), list[list[Row]]()
     paths = [os.path.relpath(path, folder) for path, _ in image_paths(folder, left_out)]
     for path in paths:
         name = os.path.basename(path)
         for key in {name, os.path.splitext(name)[0]}:
-            images[key] = None if key in images else path  # None: of several images
+            images[key] = "" if key in images else path  # "": of several images
     images |= {path: path for path in paths}
     for file in sorted([*folder.glob("*.csv"), *folder.glob("*.tsv")]):
         if left_out_kind(file.name) != "hidden":
@@ -172,7 +172,7 @@ def _read_tables(folder: Path, label_column: str | None, notes: list[str]) -> li
 
 
 def _read_table(
-    file: Path, images: Mapping[str, str | None], label_column: str | None, notes: list[str]
+    file: Path, images: Mapping[str, str], label_column: str | None, notes: list[str]
 ) -> list[Row]:
     """Return the images that a table lists, and note how it is read. Raises ValueError."""
     columns, iterator = read_table(file.read_bytes())
@@ -182,7 +182,7 @@ def _read_table(
         path = os.path.join(file.parent, row[column].strip().replace("\\", "/"))
         return images.get(os.path.relpath(path, file.parent))
 
-    counts = {c: sum(bool(find(row, c)) for _, row in lines) for c in _usual(_FILE, columns)}
+    counts = {c: sum(find(row, c) is not None for _, row in lines) for c in _usual(_FILE, columns)}
     of_files = max(counts, key=counts.__getitem__, default="file")
     notes[-1] += f" has the columns {', '.join(map(shorten, columns[:20]))}; "
     notes[-1] += f"{counts.get(of_files, 0):,} of {len(lines):,} rows name an image by {of_files}"
@@ -201,6 +201,8 @@ def _read_table(
         raise ValueError(f"{rule} with {first_of(values)}" if values else rule)
     notes[-1] += f", the class by {labels[0]}" + "".join(f", the set by {n}" for n in splits)
     rows = [(find(row, of_files), row[labels[0]].strip(), row) for _, row in lines]
+    if several := [row[of_files] for image, _, row in rows if image == ""]:
+        raise ValueError(f"{several[0]} is the name of several images; list their paths")
     sets, of_splits = dict(_SPLITS), words[splits[0]] if splits else set()
     if tests := {"test", "testing"} & of_splits:
         sets |= dict.fromkeys((w for w in of_splits - tests if sets[w] == "test"), "val")

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -27,17 +26,6 @@ from raytrain_opt.recording.records import (
 from raytrain_opt.report.plots import duration, percent, rate
 from raytrain_opt.storage import check_uri, is_remote, last_name, local_path
 
-State = Literal[
-    "running",
-    "unfinished",  # under a URI, where nobody knows whether its process lives
-    "finished",
-    "interrupted",
-    "failed",
-    "batch size found",
-    "damaged records",
-    "not readable",
-]
-
 # Requests to a storage at a time.
 _THREADS = 16
 
@@ -48,7 +36,7 @@ class ListedRun:
 
     run_dir: str
     started: datetime
-    state: State
+    state: str
     latest: EpochResult | None = None
     epochs: int | None = None
     duration_s: float | None = None
@@ -117,7 +105,7 @@ def _read(found: FoundRun) -> ListedRun:
 
 def _unfinished(
     run_dir: str, started: datetime, latest: EpochRecord | None
-) -> tuple[State, float | None]:
+) -> tuple[str, float | None]:
     """Return the state of a run without a result, and its duration if that is known."""
     if not is_remote(run_dir) and is_locked(local_path(run_dir)):
         return "running", (datetime.now(UTC) - started).total_seconds()
@@ -127,4 +115,5 @@ def _unfinished(
     chosen = None if latest else read_record(run_dir, "batch_size.json", BatchSizeRecord)
     if chosen is not None:
         return "batch size found", chosen.duration_s
+    # Under a URI nobody knows whether its process lives.
     return ("unfinished" if is_remote(run_dir) else "interrupted"), None

@@ -148,8 +148,6 @@ class ArraysData(_DataSection):
     """Paths of x and y of the training set."""
     test: tuple[LocalPath, LocalPath]
     """Paths of x and y of the test set."""
-    num_classes: PositiveInt | None = None
-    """Default: the largest label of the training set plus one."""
     augment: Augment = Field(default_factory=Augment)
     """Only for uint8 images, [samples, height, width, channels] or with channels first."""
 
@@ -222,9 +220,6 @@ class ShardsData(LoaderSection):
     """The shards of the test set."""
     image_size: PositiveInt = Field(224, le=4096)
     """Height and width of the images given to the model, in pixels."""
-    num_classes: PositiveInt | None = None
-    """Default: the number of names in classes.txt beside the shards, else the largest class of the
-    training set plus one."""
     cache: Location = "~/.cache/raytrain_opt/shards"
     """Folder for the indices of shards that have none beside them."""
 

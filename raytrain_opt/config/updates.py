@@ -91,9 +91,6 @@ class OptimizerSection(NamedSection):
     lr_multipliers: dict[str, PositiveFloat] = Field(default_factory=dict)
     """Factors of the learning rate by patterns of parameter names, such as `{"fc.*": 10}`; the
     first that matches a parameter counts."""
-    aux_parameters: list[str] = Field(default_factory=list)
-    """Muon only: patterns of names of further parameters that follow its second rule (`args.aux`)
-    as biases, normalization and embeddings do, such as the last layer's."""
     clip_norm: PositiveFloat | None = None
     """Scale the gradient of each global batch down to this norm where it is larger. Default: no
     clipping."""
@@ -143,8 +140,6 @@ class OptimizerSection(NamedSection):
         """Refuse what other optimizers have: decoupled decay, a second rule."""
         if self.has_auto_weight_decay and not self.traits.auto_weight_decay:
             yield "args.weight_decay", f"auto is for Muon and AdamW; give {self.name} a number"
-        if self.aux_parameters and not self.traits.second_rule:
-            yield "aux_parameters", f"belongs to Muon; {self.name} has one rule for all parameters"
 
     @field_validator("args")
     @classmethod

@@ -232,11 +232,6 @@ class TrainingData(ABC):
             example=source.example,
         )
 
-    @property
-    def processes(self) -> int:
-        """Loader processes of the latest phase."""
-        return 0
-
     @abstractmethod
     def train_batches(
         self,

@@ -27,8 +27,6 @@ _TORCHVISION_SETS = {
     "cifar10": ("CIFAR10", "cifar-10-batches-py"),
     "cifar100": ("CIFAR100", "cifar-100-python"),
 }
-# Samples whose values are checked at a time: bounds the memory of the temporary mask.
-_CHUNK_SAMPLES = 1024
 # A second or two.
 _DIGEST_BYTES = 2**30
 _DIGITS_TEST_FRACTION = 0.2
@@ -100,7 +98,7 @@ def _load_digits() -> DatasetArrays:
         of_class = order[y[order] == label]
         is_test[of_class[: round(_DIGITS_TEST_FRACTION * len(of_class))]] = True
     train, test = pair("train", x[~is_test], y[~is_test]), pair("test", x[is_test], y[is_test])
-    return validate_arrays(train, test, 10, tuple(map(str, range(10))))
+    return validate_arrays(train, test, tuple(map(str, range(10))))
 
 
 def _load_torchvision(section: ArraySetData) -> DatasetArrays:
@@ -129,7 +127,7 @@ def _load_torchvision(section: ArraySetData) -> DatasetArrays:
         for name, split in zip(("train", "test"), splits, strict=True)
     )
     classes = splits[0].classes
-    return validate_arrays(train, test, len(classes), tuple(map(str, classes)))
+    return validate_arrays(train, test, tuple(map(str, classes)))
 
 
 def load_arrays(section: ArraysData) -> DatasetArrays:
@@ -138,7 +136,7 @@ def load_arrays(section: ArraysData) -> DatasetArrays:
         (_read_npy(paths[0], f"data.{field}.0"), _read_npy(paths[1], f"data.{field}.1"))
         for field, paths in (("train", section.train), ("test", section.test))
     )
-    return validate_arrays(train, test, section.num_classes)
+    return validate_arrays(train, test)
 
 
 def _read_npy(path: str, field: str) -> NamedArray:
@@ -178,7 +176,6 @@ def pair(split: str, x: Array, y: Array) -> tuple[NamedArray, NamedArray]:
 def validate_arrays(
     train: tuple[NamedArray, NamedArray],
     test: tuple[NamedArray, NamedArray],
-    num_classes: int | None,
     class_names: tuple[str, ...] = (),
 ) -> DatasetArrays:
     """Return samples and labels in the types of `DatasetArrays`.
@@ -187,9 +184,8 @@ def validate_arrays(
     values are not finite numbers, samples of train and test differ in shape or type.
     """
     train, test = ((x, _without_axis(y)) for x, y in (train, test))
-    if num_classes is None:
-        check_labels(train[1])
-        num_classes = int(train[1].values.max()) + 1
+    check_labels(train[1])
+    num_classes = len(class_names) or int(train[1].values.max()) + 1
     for x, y in (train, test):
         check_labels(y, num_classes)
         if x.values.ndim == 0 or len(x.values) != len(y.values):
@@ -214,8 +210,8 @@ def _without_axis(y: NamedArray) -> NamedArray:
     return y._replace(values=y.values[:, 0]) if y.values.shape[1:] == (1,) else y
 
 
-def check_labels(array: NamedArray, num_classes: int | None = None) -> None:
-    """Raise DataError unless these are class indices, below `num_classes` if it is given."""
+def check_labels(array: NamedArray, num_classes: float = math.inf) -> None:
+    """Raise DataError unless these are class indices below `num_classes`."""
     y = array.values
     if not np.issubdtype(y.dtype, np.integer) or y.ndim != 1:
         raise array.error(
@@ -224,12 +220,11 @@ def check_labels(array: NamedArray, num_classes: int | None = None) -> None:
         )
     if len(y) == 0:
         raise array.error("has no samples")
-    limit, valid = math.inf, "0 and up"
-    if num_classes is not None:
-        limit, valid = num_classes, f"0 to {num_classes - 1} (data.num_classes)"
-    is_wrong = (y < 0) | (y >= limit)
+    is_wrong = (y < 0) | (y >= num_classes)
     if is_wrong.any():
         first = int(is_wrong.argmax())
+        valid = f"0 to {num_classes - 1}, the classes of the training set"
+        valid = "0 and up" if num_classes == math.inf else valid
         raise array.error(
             f"has {int(is_wrong.sum())} labels outside {valid}; the first is {y[first]}, of "
             f"sample {first}"
@@ -249,9 +244,7 @@ def convert_values(array: NamedArray) -> Array:
     if x.dtype == np.uint8 and x.ndim in (3, 4):
         return _as_images(x)
     values = np.ascontiguousarray(x, dtype=np.float32)
-    chunks = (values[i : i + _CHUNK_SAMPLES] for i in range(0, len(values), _CHUNK_SAMPLES))
-    not_finite = sum(int(np.count_nonzero(~np.isfinite(chunk))) for chunk in chunks)
-    if not_finite:
+    if not_finite := np.count_nonzero(~np.isfinite(values)):
         raise array.error(f"has {not_finite} values that are not finite (NaN or infinite)")
     return values
 

@@ -146,10 +146,6 @@ class DataLoaderData(TrainingData):
         request = BatchRequest(f"the {split} set", split, _PURPOSES[split], 0, samples)
         return self._reader.__getitems__([request])
 
-    @property
-    def processes(self) -> int:
-        return self._loader.processes
-
     def close(self) -> None:
         """End the loader processes; a later phase would start new ones."""
         self._loader.close()
@@ -188,20 +184,18 @@ class DataLoaderData(TrainingData):
 def _fetched(source: SampleSource, requests: Iterator[BatchRequest]) -> Iterator[BatchRequest]:
     """Yield the requests with what loader processes cannot read, fetched a few batches ahead."""
     pending: deque[tuple[BatchRequest, Sequence[Future[bytes]]]] = deque()
+
+    def pop() -> BatchRequest:
+        request, contents = pending.popleft()
+        return request._replace(fetched=[content.result() for content in contents])
+
     for request in requests:
         contents = source.fetch(request.split, request.indices)
-        if not contents:
-            yield request
-            continue
         pending.append((request, contents))
-        if len(pending) > _FETCHED_AHEAD:
-            yield _with_contents(*pending.popleft())
-    for waiting in pending:
-        yield _with_contents(*waiting)
-
-
-def _with_contents(request: BatchRequest, contents: Sequence[Future[bytes]]) -> BatchRequest:
-    return request._replace(fetched=[content.result() for content in contents])
+        if len(pending) > (_FETCHED_AHEAD if contents else 0):
+            yield pop()
+    while pending:
+        yield pop()
 
 
 class _ReusedLoader:

@@ -74,11 +74,10 @@ class ShardSource(ImageSource):
         names, others = (part.class_names for part in self._sets.values())
         if names != others and names and others:
             raise DataError("data.test", f"{CLASSES} beside it differs from that of data.train")
-        self.num_classes = section.num_classes or len(names) or int(self.labels.max()) + 1
-        self.class_names = names if len(names) == self.num_classes else ()
+        self.num_classes, self.class_names = len(names) or int(self.labels.max()) + 1, names
         for part in self._sets.values():
             if (label := part.index[:, 2].max()) >= self.num_classes:
-                rule = f"has class {label}, but data.num_classes or {CLASSES} has "
+                rule = f"has class {label}, but {CLASSES} beside it, or the training set, has "
                 rule += f"{self.num_classes} classes, which are numbered from 0"
                 raise DataError(part.field, rule)
 

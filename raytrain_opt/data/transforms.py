@@ -303,17 +303,24 @@ class Augmentation:
     def _erase(self, batch: Batch, epoch: int, step: int, rows: slice) -> Batch:
         if not self._section.random_erasing:
             return batch
-        height, width = batch.x.shape[-2:]
+        shape = batch.x.shape[-2:]
         draws = generator(self._seed, Purpose.ERASE, epoch, step).random((rows.stop, 5))
         # Unreadable samples are left out of the batch.
-        chosen, area, ratio, top, left = draws[rows.start : rows.start + len(batch.y)].T
-        area = height * width * (_ERASED_AREA[0] + area * (_ERASED_AREA[1] - _ERASED_AREA[0]))
-        ratio = np.exp((2 * ratio - 1) * _ERASED_LOG_RATIO)
-        is_erased = chosen < self._section.random_erasing
-        in_rows = _spans(top, np.sqrt(area * ratio) * is_erased, height)
-        in_columns = _spans(left, np.sqrt(area / ratio), width)
-        mask = torch.from_numpy(in_rows[:, :, None] & in_columns[:, None, :])[:, None]
-        return replace(batch, x=batch.x.masked_fill(send(mask, batch.x.device), 0))
+        draws = draws[rows.start : rows.start + len(batch.y)]
+        x = batch.x.clone(memory_format=torch.preserve_format)
+        least, most = _ERASED_AREA
+        for image, (chosen, area, ratio, *corner) in zip(x, draws, strict=True):
+            if chosen >= self._section.random_erasing:
+                continue
+            area = math.prod(shape) * (least + area * (most - least))
+            ratio = math.exp((2 * ratio - 1) * _ERASED_LOG_RATIO)
+            box = []
+            for position, size, part in zip(corner, shape, (ratio, 1 / ratio), strict=True):
+                length = min(round(math.sqrt(area * part)), size)
+                start = int(position * (size - length + 1))
+                box.append(slice(start, start + length))
+            image[..., box[0], box[1]] = 0
+        return replace(batch, x=x)
 
 
 def _make_policy(section: BatchAugment) -> Any:
@@ -325,17 +332,6 @@ def _make_policy(section: BatchAugment) -> Any:
     if section.policy == "rand_augment":
         return v2.RandAugment()
     return v2.TrivialAugmentWide()
-
-
-def _spans(start: Floats, length: Floats, size: int) -> npt.NDArray[np.bool_]:
-    """Return [samples, size]: the pixels of spans at uniform positions, `start` in 0..1."""
-    length = np.minimum(np.round(length), size)
-    first = np.floor(start * (size - length + 1))
-    pixels = np.arange(size)
-    is_inside: npt.NDArray[np.bool_] = (pixels >= first[:, None]) & (
-        pixels < (first + length)[:, None]
-    )
-    return is_inside
 
 
 def _cutmix_box(

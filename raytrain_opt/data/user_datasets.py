@@ -55,7 +55,7 @@ class UserDatasetSource(SampleSource):
         self.sample_shape = tuple(first.shape[1:] if is_batch else first.shape)
         self.is_image = classification and first.dtype == torch.uint8 and not is_batch
         self.labels = self._targets()
-        self._expected = self._describe(self.example)
+        self._expected = _describe(self.example)
         if section.group_by_length is not None:
             self.lengths, self.window = self._lengths(), section.group_by_length
 
@@ -87,11 +87,10 @@ class UserDatasetSource(SampleSource):
         if self._collate is not None:
             return self._datasets[split][index]
         sample = self._sample(split, index)
-        if (described := self._describe(sample)) != self._expected:
-            name = "x" if self.has_pairs else "it"
+        if (described := _describe(sample)) != self._expected:
             rule = (
-                f"{name} is {described} but the first training sample's is {self._expected}; all "
-                "must be the same, e.g. by a resize in the Dataset, or data.collate pads them"
+                f"it is {described} but the first training sample is {self._expected}; all must "
+                "be the same, e.g. by a resize in the Dataset, or data.collate pads them"
             )
             raise self._error(split, index, rule)
         if not self.has_pairs:
@@ -145,12 +144,6 @@ class UserDatasetSource(SampleSource):
             rule = f"needs `lengths` of the training Dataset, a number for each of its {size}"
             raise DataError("data.group_by_length", f"{rule} samples, such as its tokens")
         return lengths
-
-    def _describe(self, sample: Sample) -> str:
-        """Return types and shapes of a sample; of a collated one the types, which are alike."""
-        if self._collate is None:
-            return _describe(sample[0] if self.has_pairs else sample)
-        return str(map_leaves(lambda leaf: str(getattr(leaf, "dtype", leaf)), sample))
 
     def describe(self, split: SourceSplit, index: int) -> str:
         """Return the data set and the index, for an error message."""

@@ -11,7 +11,7 @@ the group's `lr_multiplier` (`update.set_lr`).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -40,7 +40,6 @@ def parameter_groups(
     exclude_bias_and_norm: bool,
     lr_multipliers: Mapping[str, float] | None = None,
     use_muon: bool = False,
-    aux_parameters: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """Return all parameters of `model` in groups for an optimizer, shared ones once.
 
@@ -49,12 +48,12 @@ def parameter_groups(
     ignore); their groups come last. `lr_multipliers`: factors of the rate, by patterns of
     parameter names (`fc.*`); the first that matches counts. With `use_muon`, a group's `use_muon`
     says whether its parameters are matrices of at least two rows and columns, without those of
-    embeddings and normalization layers, and without those whose names match `aux_parameters`.
+    embeddings and normalization layers.
 
     Raises JobError for a pattern that matches no parameter.
     """
     multipliers = lr_multipliers or {}
-    _check_patterns([*multipliers, *aux_parameters], model)
+    _check_patterns(multipliers, model)
     in_norm = _parameters_of(model, _NORMALIZATION)
     in_embedding = _parameters_of(model, EMBEDDING)
     groups: dict[tuple[tuple[str, Any], ...], list[nn.Parameter]] = {}
@@ -67,7 +66,6 @@ def parameter_groups(
                 param.dim() >= 2
                 and min(len(param), param[0].numel()) >= 2
                 and id(param) not in in_norm | in_embedding
-                and not any(fnmatchcase(name, pattern) for pattern in aux_parameters)
             )
         factors = [f for pattern, f in multipliers.items() if fnmatchcase(name, pattern)]
         if factors:
@@ -82,7 +80,7 @@ def _parameters_of(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> set[
     return {id(param) for module in modules for param in module.parameters(recurse=False)}
 
 
-def _check_patterns(patterns: Sequence[str], model: nn.Module) -> None:
+def _check_patterns(patterns: Iterable[str], model: nn.Module) -> None:
     names = [name for name, _ in model.named_parameters()]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -187,7 +185,6 @@ def group_parameters(section: OptimizerSection, model: nn.Module) -> list[dict[s
         exclude_bias_and_norm=section.excludes_bias_and_norm,
         lr_multipliers=section.lr_multipliers,
         use_muon=section.traits.second_rule,
-        aux_parameters=section.aux_parameters,
     )
 
 

@@ -42,11 +42,9 @@ class FixedSchedule(Policy):
         span = self.length.span(epoch, self.steps, history.plans)
         scale = self.length.planned_steps(self.steps, history.plans) / span.total
         start, stride = span.start * scale, (span.stop - span.start) * scale / span.steps
-        drops = self._drops(history.epoch_losses)
-        factor = self.section.gamma**drops
+        factor = self.section.gamma ** self._drops(history.epoch_losses)
         lrs = tuple(factor * schedule.lr(start + i * stride) for i in range(span.steps))
-        reason = f"schedule after {drops} plateaus" if drops else "schedule"
-        return TrainEpoch(epoch, self.steps.last(epoch, lrs), reason)
+        return TrainEpoch(epoch, self.steps.last(epoch, lrs))
 
     def _drops(self, losses: Sequence[float]) -> int:
         drops, waited, lowest = 0, 0, math.inf
@@ -119,4 +117,4 @@ class RecordedSchedule(Policy):
         if recorded.restarts and epoch not in history.restarts:
             return StartAgain(epoch, "replay")
         steps = replace(recorded.steps, optimizer=0)  # a replay names the optimizer
-        return TrainEpoch(epoch, steps, "replay")
+        return TrainEpoch(epoch, steps)

@@ -98,7 +98,7 @@ class TrainEpoch:
 
     epoch: int
     steps: Steps
-    reason: str
+    reason: str = ""  # said where no round before it has said how
     scores: bool = False  # the validation split, after the epoch
     overfitting: str = ""  # finding that the run reports before the epoch
 

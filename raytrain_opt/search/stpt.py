@@ -100,7 +100,7 @@ class Stpt(Policy):
         if history.is_decided(epoch):
             decision, beta = history.decisions[-1], self.steps(epoch) - self.alpha_steps(epoch)
             lrs = (decision.next_base_lr,) * beta
-            return TrainEpoch(epoch, self.steps.last(epoch, lrs), decision.reason)
+            return TrainEpoch(epoch, self.steps.last(epoch, lrs))
         self._raise_if_all_diverged(epoch, history)
         base_lr = history.latest.next_base_lr if history.latest else self.section.initial
         candidates = tuple(
@@ -123,8 +123,7 @@ class Stpt(Policy):
         """Return an epoch with a single candidate (m = 1): its multiplier still accumulates."""
         (multiplier,) = self.multipliers(epoch)
         lr = self.section.initial * multiplier ** (epoch - self.warmup.epochs)
-        steps = Steps(0, (lr,) * self.steps(epoch))
-        return TrainEpoch(epoch, steps, "a single candidate: no search")
+        return TrainEpoch(epoch, Steps(0, (lr,) * self.steps(epoch)))
 
     def _train_warmup(self, epoch: int) -> TrainEpoch:
         initial, per_epoch, count = self.section.initial, self.steps.first, self.steps(epoch)
@@ -133,7 +132,7 @@ class Stpt(Policy):
         rise = RisingRate(start, initial, steps, warmup.shape, Constant(initial), steps)
         first = (epoch - 1) * per_epoch
         lrs = tuple(rise.lr(first + step * per_epoch / count) for step in range(count))
-        return TrainEpoch(epoch, Steps(0, lrs), f"warm-up epoch {epoch} of {warmup.epochs}")
+        return TrainEpoch(epoch, Steps(0, lrs))
 
     def _raise_if_all_diverged(self, epoch: int, history: History) -> None:
         failed = [decision for decision in history.rounds_of(epoch) if decision.winner is None]

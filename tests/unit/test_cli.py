@@ -276,12 +276,6 @@ def test_report_writes_a_page_and_says_where(tmp_path: Path) -> None:
     assert (run / "report.html").is_file()
 
 
-def test_a_place_without_a_run_is_wrong_input(tmp_path: Path) -> None:
-    result = invoke("report", str(tmp_path))
-    assert result.exit_code == 2
-    assert "holds no run" in result.stderr
-
-
 COMMANDS = tuple(cli.main.commands)
 
 

@@ -136,16 +136,6 @@ def test_data_whose_classes_were_renamed_are_refused(
     assert "was trained on classes ('0', '1'," in command_error("evaluate", run)
 
 
-def test_an_error_within_the_network_is_not_taken_for_wrong_weights(
-    runs: list[tuple[str, list[Tensor]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def forward(*_: object) -> Tensor:
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(torch.nn.Conv2d, "forward", forward)
-    assert isinstance(evaluate(runs[0][0]).exception, torch.cuda.OutOfMemoryError)
-
-
 def test_top_5_of_fewer_classes_and_ties() -> None:
     two = Predictions(torch.tensor([[0.5, 0.5], [0.2, 0.8]]), torch.tensor([0, 0]))
     rates = error_rates(two, "run", "epoch 1")

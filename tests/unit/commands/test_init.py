@@ -296,10 +296,11 @@ def test_a_table_selects_no_image_whose_name_others_have(tmp_path: Path, output:
     folder = tmp_path / "set"
     for i in range(20):
         write_image(folder / f"x{i}.png")
-        write_image(folder / "masks" / f"x{i}.png")
+        if i < 5:
+            write_image(folder / "masks" / f"x{i}.png")
     lines = [f"x{i},{'ab'[i % 2]}" for i in range(20)]
     (folder / "labels.csv").write_text("\n".join(["id,label", *lines]))
-    with pytest.raises(DataError, match="0 of 20 rows name an image .* several folders|no data"):
+    with pytest.raises(DataError, match="x0 is the name of several images; list"):
         init(folder, output, lambda _: None)
     (folder / "labels.csv").write_text(
         "\n".join(["id,label", *(line.replace(",", ".png,") for line in lines)])

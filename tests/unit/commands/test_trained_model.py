@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,12 @@ from click.testing import CliRunner, Result
 from PIL import Image
 from safetensors import safe_open
 from torch import nn
-from torchvision.transforms.v2 import functional
 
 from raytrain_opt import Job, cli, load_model, run
 from raytrain_opt.commands.evaluate import evaluate_runs
 from raytrain_opt.commands.export import FORMATS, Run, export
 from raytrain_opt.data import load_shared_data
-from raytrain_opt.data.images import center_crop, stretch
-from raytrain_opt.data.transforms import Preprocessing, describe_input, make_transform
+from raytrain_opt.data.transforms import describe_input
 from raytrain_opt.errors import CheckpointError, DataError, JobError, RaytrainOptError
 from raytrain_opt.train.trained_model import TrainedModel
 from tests.support.cli_errors import command_error
@@ -195,29 +192,6 @@ def test_weights_of_other_tools_are_refused(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(1)}, tmp_path / "weights.safetensors")
     with pytest.raises(CheckpointError, match="was not written by a run"):
         load_model(tmp_path)
-
-
-def test_the_input_is_described_as_it_is_prepared() -> None:
-    """Following the steps with other functions gives what `preprocess` gives."""
-    values = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
-    Image.fromarray(values).save(file := BytesIO(), "PNG")
-    for crop in (True, False):
-        preprocessing = Preprocessing(True, ([0.1, 0.2, 0.3], [0.4, 0.5, 0.6]), crop)
-        steps = describe_input(preprocessing, (3, 28, 28))
-        assert [*steps][-2:] == ["dtype", "shape"]
-        x = torch.from_numpy(values).permute(2, 0, 1)
-        size = steps["resize"]
-        if crop:
-            resized = functional.resize(x, [size["shorter_side"]], antialias=size["antialias"])
-            x = functional.center_crop(resized, [*steps["center_crop"].values()])
-        else:
-            x = functional.resize(x, [size["height"], size["width"]], antialias=size["antialias"])
-        mean, std = (torch.tensor(steps[k]).view(3, 1, 1) for k in ("subtract", "then_divide_by"))
-        expected = (x / steps["divide_by"] - mean) / std
-        pixels = center_crop(file.getvalue(), 28) if crop else stretch(file.getvalue(), 28, 28)
-        transform = make_transform(preprocessing, (3, 28, 28), torch.device("cpu"), False)
-        assert (transform(pixels[None])[0] - expected).abs().max() < 1.1 / 255 / 0.4
-    assert describe_input(Preprocessing(False, None), (4,)) == {"shape": ["batch", 4]}
 
 
 class TiedNetwork(nn.Sequential):

@@ -215,7 +215,6 @@ def test_loader_processes_are_added_until_they_keep_up_within_the_threads(
                 time.sleep(train_s)
     assert [len(p) for p in pids] == [2, expected, expected]
     assert pids[1] == pids[2]
-    assert data.processes == expected
 
 
 def test_loader_processes_use_one_thread_and_end_with_close() -> None:
@@ -720,7 +719,6 @@ GOOD = (torch.zeros(2), 0)
             dataset_section(lambda: Fixed(GOOD)),
             r"must return or be \(train, test\), two .*not Fixed",
         ),
-        (dataset_section(lambda: (Fixed(GOOD),)), r"must return or be \(train, test\)"),
         (
             dataset_section(lambda: (Endless(), Fixed(GOOD))),
             "the train set of .* is an IterableDataset, .*wrap list",
@@ -735,10 +733,8 @@ GOOD = (torch.zeros(2), 0)
             samples_section(7),
             r"sample 0 of the train set of .*must be a pair \(x, label\), not int",
         ),
-        (samples_section((1, 2, 3)), "must be a pair"),
         (samples_section((Image.new("L", (2, 2)), 0)), r"x is PIL\.Image\.Image.*PILToTensor"),
         (samples_section((torch.zeros(2), "cat")), "its label is 'cat' .*integer class index"),
-        (samples_section((torch.zeros(2), 1.0)), "its label is 1.0 .*integer class index"),
         (
             dataset_section(args={"train_broken": [0]}),
             "sample 0 of the train .*disk block 0 is bad",
@@ -757,7 +753,7 @@ def test_wrong_datasets_are_errors_when_opened(section: DatasetData, message: st
     [
         ((torch.zeros(2), 3), "sample 1 of the test .*label is 3, outside 0 to 2"),
         ((torch.zeros(2), -1), "label is -1, outside 0 to 2"),
-        ((torch.zeros(3), 0), r"x is torch.float32 \[3\] but .*first .*torch.float32 \[2\]"),
+        ((torch.zeros(3), 0), r"it is \(torch.float32 \[3\], int\) but .*first .*float32 \[2\]"),
     ],
 )
 def test_wrong_samples_are_errors_when_read(

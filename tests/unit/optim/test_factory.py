@@ -249,7 +249,6 @@ def test_any_optimizer_has_rates_by_parameter_name() -> None:
     ("values", "pattern"),
     [
         ({"lr_multipliers": {"head.*": 2.0}}, "head"),
-        ({"name": "Muon", "aux_parameters": ["fc.weight"]}, "fc.weight"),
     ],
 )
 def test_a_pattern_that_matches_no_parameter_is_an_error(

@@ -74,11 +74,9 @@ class Transformer(nn.Module):
         self.head = nn.Linear(8, 9)
 
 
-def muon_names(model: nn.Module, *aux_parameters: str) -> list[str]:
+def muon_names(model: nn.Module) -> list[str]:
     by_id = {id(param): name for name, param in model.named_parameters()}
-    groups = parameter_groups(
-        model, exclude_bias_and_norm=True, use_muon=True, aux_parameters=aux_parameters
-    )
+    groups = parameter_groups(model, exclude_bias_and_norm=True, use_muon=True)
     assert sum(len(group["params"]) for group in groups) == len(by_id)
     return [by_id[id(p)] for group in groups if group["use_muon"] for p in group["params"]]
 
@@ -86,7 +84,6 @@ def muon_names(model: nn.Module, *aux_parameters: str) -> list[str]:
 def test_muon_takes_matrices_without_embeddings_normalization_and_single_rows() -> None:
     attention = ["attention.in_proj_weight", "attention.out_proj.weight"]
     assert muon_names(Transformer()) == [*attention, "head.weight"]
-    assert muon_names(Transformer(), "head.*") == attention
     assert muon_names(convolutional()) == ["0.weight", "3.weight"]
 
 
