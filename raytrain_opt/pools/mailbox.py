@@ -128,10 +128,7 @@ class CommandBoard:
         """Whether waiting for replies is over: all are here, one failed, or a new command came."""
         if self.failed or self.number != number:
             return True
-        # The first condition spares a look at each of them after every reply.
-        return len(self.replies) + len(lost) >= len(expected) and all(
-            index in self.replies or index in lost for index in expected
-        )
+        return all(index in self.replies or index in lost for index in expected)
 
 
 @dataclass
@@ -143,7 +140,6 @@ class ActivityLog:
     posted_s: float = field(default_factory=monotonic_s)
     last_heard_s: float = field(default_factory=monotonic_s)
     events: list[Event] = field(default_factory=list)
-    forgotten: int = 0  # events that the driver has received
 
     def begin_command(self) -> None:
         """Forget the progress of the command before."""
@@ -197,10 +193,8 @@ class ActivityLog:
         return monotonic_s() - self.last_heard_s
 
     def new_events(self, received: int) -> tuple[float, list[Event]]:
-        """Return the time now, and the events after the first `received`, which are forgotten."""
-        del self.events[: received - self.forgotten]
-        self.forgotten = received
-        return monotonic_s(), list(self.events)
+        """Return the time now, and the events after the first `received`."""
+        return monotonic_s(), self.events[received:]
 
 
 @dataclass
