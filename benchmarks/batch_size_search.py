@@ -1,11 +1,10 @@
 """Batch-size finders against an exhaustive sweep, on real training on CPU or a GPU.
 
-    python -m benchmarks.batch_size_search [--repeats 3] [--pairs 5] [--data-root FOLDER]
+    python -m benchmarks.batch_size_search [--repeats 3] [--pairs 5]
     python -m benchmarks.batch_size_search --cases vgg16_32 resnet50_224 ...     on a GPU
 
 resnet8_28 (the default) trains on the CPU: ResNet-8, momentum SGD, synthetic uint8 images of
-Fashion-MNIST's shape in a TensorDataset behind a DataLoader without workers; `--data-root` takes
-the first `--samples` images of the real set (FOLDER/FashionMNIST/raw, IDX files, gzipped or not).
+Fashion-MNIST's shape in a TensorDataset behind a DataLoader without workers.
 The other cases need a GPU that nobody else uses: ResNet-50 and VGG16 for 32x32 images (the
 package's cifar_resnet50 and vgg16_bn) and for 224x224 (torchvision's), with bf16 autocast, on a
 few hundred images that stand for a set of a million, so that loading does not set the pace. No
@@ -39,32 +38,243 @@ case prints its JSON object when it is done; the last line holds all of them by 
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
-from dataclasses import dataclass
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Any
+from statistics import median, median_low
+from typing import Any, ClassVar
 
-import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset, TensorDataset
 
-from benchmarks.batch_size_common import (
-    Training,
-    add_arguments,
-    compare,
-    say,
-    sgd_training,
-    strategies,
-)
 from benchmarks.common import finite, machine, synthetic_images
+from raytrain_opt import MinibatchSizeOptimizer
+from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.batch_size import ThroughputKneeSearch
 from raytrain_opt.config.schema import ModelSection
 from raytrain_opt.errors import ResourcesError
+from raytrain_opt.models import build_model
 from raytrain_opt.recording.recorder import versions
-from raytrain_opt.train.batch_size_probe import open_probe_sampler
+from raytrain_opt.results import Probe
+from raytrain_opt.train.batch_size_finder import endless_batches
+from raytrain_opt.train.batch_size_probe import ProbedTraining, measure, open_probe_sampler
+
+STRATEGIES = ("throughput_knee", "epoch_time_minimize", "gpu_usage_maximize")
+
+
+class PreciseProbes(ThroughputKneeSearch):
+    """Settings of a sweep, whose probes are more precise than those of a finder."""
+
+    relative_error: ClassVar[float] = 0.005
+
+
+@dataclass(frozen=True)
+class FinderRun:
+    """What one run of a finder chose, and its cost."""
+
+    batch_size: int
+    probes: int
+    seconds: float
+
+
+Finder = Callable[[], FinderRun]
+
+
+class PixelInput(nn.Module):
+    """A channels_last network for uint8 images [N, C, H, W], which it scales first."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network.to(memory_format=torch.channels_last)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        values = pixels.to(torch.float32).sub_(127.5).div_(64)
+        return self.network(values.contiguous(memory_format=torch.channels_last))  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training whose batch size is searched.
+
+    `settings` are the job file's, for every finder and measurement; `loader` is for the
+    DataLoader.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    dataset: Dataset[Any]
+    settings: dict[str, Any]
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+    loader: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def find(self, strategy: str, **settings: Any) -> FinderRun:
+        """Run one of the package's strategies in this process."""
+        started_s = monotonic_s()
+        # What is compared is the speed, whatever a training would learn.
+        any_size = {"min_updates_per_epoch": 1, "min_updates": 1}
+        choice = MinibatchSizeOptimizer(
+            strategy, **any_size, **{**self.settings, **settings}
+        ).apply(self.model, self.optimizer, self.dataset, autocast=self.autocast, **self.loader)
+        return FinderRun(choice.batch_size, len(choice.probes), monotonic_s() - started_s)
+
+    def probe(self, batch_size: int, max_probe_s: float) -> Probe:
+        """Measure one size as the finders do, but more precisely."""
+        section = PreciseProbes.model_validate(
+            {"strategy": "throughput_knee", **self.settings, "max_probe_s": max_probe_s}
+        )
+        scaler = torch.amp.GradScaler(self.device.type, enabled=False)
+        batches = endless_batches(self.dataset, self.device, self.loader)
+        training = ProbedTraining(
+            self.model,
+            self.optimizer,
+            lambda batch: cross_entropy(self.model(batch.x), batch.y),
+            batches,
+            self.device,
+            self.autocast,
+            scaler,
+        )
+        sampler = open_probe_sampler(section, self.device, torch.get_num_threads())
+        return measure(training, batch_size, section, sampler)
+
+
+def sgd_training(
+    network: ModelSection,
+    classes: int,
+    shape: tuple[int, ...],
+    dataset: Dataset[Any],
+    device: torch.device,
+    **rest: Any,
+) -> Training:
+    """Build a network with momentum SGD; `rest` are more fields of `Training`."""
+    built = build_model(network, num_classes=classes, sample_shape=shape, seed=0)
+    model = PixelInput(built).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
+    return Training(model, optimizer, dataset, **rest)
+
+
+def strategies(training: Training, max_loops: int) -> dict[str, Finder]:
+    """Return the package's finders; `max_loops` bounds the probes of the published ones."""
+    return {
+        name: partial(training.find, name, **_published(name, max_loops)) for name in STRATEGIES
+    }
+
+
+def _published(strategy: str, max_loops: int) -> dict[str, Any]:
+    return {} if strategy == "throughput_knee" else {"max_loops": max_loops}
+
+
+def compare(
+    training: Training, finders: Mapping[str, Finder], args: Namespace
+) -> dict[str, object]:
+    """Return the sweep, the finders' choices and their regret for the JSON object."""
+    rate = partial(_rate, training, args)
+    passes = _sweep(rate, args.sizes, args.passes)
+    sweep = {size: median(rates) for size, rates in passes.items()}
+    best = max(sweep, key=lambda size: sweep[size])
+    say(f"best of the sweep: {best}, {sweep[best]:.1f} samples/s")
+    runs = _repeated(finders, args.repeats)
+    pairs = _pairs_with_best(rate, _choices(runs.values()), best, args.pairs)
+    report = {name: _finder_report(finder_runs, pairs) for name, finder_runs in runs.items()}
+    knee_s, epoch_time_s = (median(run.seconds for run in runs[n]) for n in STRATEGIES[:2])
+    return {
+        "finders": report,
+        "knee_seconds_over_epoch_time_seconds": round(knee_s / epoch_time_s, 4),
+        "best_of_sweep": best,
+        "sweep": {str(size): round(value, 1) for size, value in sweep.items()},
+        "sweep_passes": {str(size): [round(r, 1) for r in passes[size]] for size in sweep},
+    }
+
+
+def _rate(training: Training, args: Namespace, size: int) -> float:
+    """Return samples/s; 0 if the size does not fit into memory."""
+    probe = training.probe(size, args.sweep_max_probe_s)
+    return probe.samples_per_s if probe.status == "ok" else 0.0
+
+
+def _sweep(
+    rate: Callable[[int], float], sizes: Sequence[int], passes: int
+) -> dict[int, list[float]]:
+    """Measure every size once per pass, up and down in turn: a drift affects all sizes alike."""
+    rates: dict[int, list[float]] = {size: [] for size in sorted(set(sizes))}
+    for number in range(passes):
+        for size in sorted(rates, reverse=number % 2 == 1):
+            rates[size].append(rate(size))
+        latest = {size: round(values[-1]) for size, values in rates.items()}
+        say(f"sweep {number + 1} of {passes}, samples/s: {latest}")
+    return rates
+
+
+def _repeated(finders: Mapping[str, Finder], repeats: int) -> dict[str, list[FinderRun]]:
+    """Run the finders in turn, each time in the opposite order."""
+    runs: dict[str, list[FinderRun]] = {name: [] for name in finders}
+    for repeat in range(repeats):
+        for name in list(finders)[:: 1 if repeat % 2 == 0 else -1]:
+            run = finders[name]()
+            runs[name].append(run)
+            say(
+                f"{name}, run {repeat + 1} of {repeats}: {run.batch_size} "
+                f"after {run.probes} probes in {run.seconds:.1f} s"
+            )
+    return runs
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Samples/s of a size, also as a fraction of the best size's in the same pair."""
+
+    samples_per_s: float
+    fraction: float
+
+
+def _pairs_with_best(
+    rate: Callable[[int], float], sizes: Iterable[int], best: int, pairs: int
+) -> dict[int, _Pairs]:
+    """Return medians over pairs, measured in turn and each time in the opposite order.
+
+    The best size is measured, not compared with itself.
+    """
+    rates: dict[int, list[tuple[float, float]]] = {size: [] for size in sizes}
+    for pair in range(pairs):
+        for size, size_rates in rates.items():
+            order = (size, best) if pair % 2 == 0 else (best, size)
+            measured = {batch_size: rate(batch_size) for batch_size in dict.fromkeys(order)}
+            size_rates.append((measured[size], measured[best]))
+        say(f"pair {pair + 1} of {pairs} of each choice with the best size")
+    return {
+        size: _Pairs(median(own for own, _ in rated), median(own / top for own, top in rated))
+        for size, rated in rates.items()
+    }
+
+
+def _choices(runs: Iterable[Sequence[FinderRun]]) -> list[int]:
+    return sorted({run.batch_size for finder_runs in runs for run in finder_runs})
+
+
+def _finder_report(runs: Sequence[FinderRun], pairs: Mapping[int, _Pairs]) -> dict[str, object]:
+    """Return medians over the runs of a finder; its choices may differ from run to run."""
+    choices = [run.batch_size for run in runs]
+    return {
+        "probes": median(run.probes for run in runs),
+        "seconds": round(median(run.seconds for run in runs), 2),
+        "choice": median_low(choices),
+        "samples_per_s_of_choice": round(median(pairs[c].samples_per_s for c in choices), 1),
+        "regret_pct": round(median(100 * (1 - pairs[c].fraction) for c in choices), 2),
+        "choices": choices,
+        "seconds_all": [round(run.seconds, 2) for run in runs],
+    }
+
+
+say = partial(print, flush=True)
+
 
 ON_CPU, CPU_SHAPE, CPU_CLASSES = "resnet8_28", (1, 28, 28), 10
 SIZES = [8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
@@ -124,8 +334,7 @@ def main() -> None:
         results[name] = finite(run_case(name, args))
         say(json.dumps({name: results[name]}))
     about = {"machine": machine(), "versions": versions()}
-    setting = {key: value for key, value in vars(args).items() if key != "data_root"}
-    print(json.dumps({**setting, **about, "cases": results}))
+    print(json.dumps({**vars(args), **about, "cases": results}))
 
 
 def run_case(name: str, args: argparse.Namespace) -> dict[str, object]:
@@ -182,21 +391,9 @@ def _gpu_sampler(device: torch.device) -> str:
 
 def _dataset(args: argparse.Namespace) -> TensorDataset:
     """Return uint8 images [samples, 1, 28, 28] and labels."""
-    if args.data_root is None:
-        images, labels = synthetic_images(args.samples, CPU_SHAPE, CPU_CLASSES)
-    else:
-        raw = Path(args.data_root, "FashionMNIST", "raw")
-        images = _idx(raw / "train-images-idx3-ubyte", 16)[: args.samples * 28 * 28].copy()
-        labels = _idx(raw / "train-labels-idx1-ubyte", 8)[: args.samples].copy()
+    images, labels = synthetic_images(args.samples, CPU_SHAPE, CPU_CLASSES)
     pixels = torch.from_numpy(images).view(-1, *CPU_SHAPE)
     return TensorDataset(pixels, torch.from_numpy(labels).long())
-
-
-def _idx(path: Path, header_bytes: int) -> Any:
-    """Return the bytes of an IDX file after its header, from `path` or `path`.gz."""
-    packed = path.with_name(path.name + ".gz")
-    data = path.read_bytes() if path.exists() else gzip.decompress(packed.read_bytes())
-    return np.frombuffer(data, np.uint8, offset=header_bytes)
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -205,8 +402,16 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--width", type=int, default=16, help="of ResNet-8's first stage")
     parser.add_argument("--samples", type=int, default=4096, help="training images on the CPU")
-    parser.add_argument("--data-root", help="folder of the real Fashion-MNIST")
-    add_arguments(parser)
+    parser.add_argument("--sizes", type=int, nargs="+", help="batch sizes of the sweep")
+    parser.add_argument("--passes", type=int, default=2, help="passes of the sweep")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each finder")
+    parser.add_argument("--pairs", type=int, default=5, help="of a choice beside the best size")
+    parser.add_argument("--max-batch-size", type=int, help="for all finders")
+    parser.add_argument("--max-probe-s", type=float, help="timed seconds of a finder's probe")
+    parser.add_argument("--max-loops", type=int, default=30, help="of the published strategies")
+    parser.add_argument(
+        "--sweep-max-probe-s", type=float, default=1.2, help="of the sweep and the pairs"
+    )
     args = parser.parse_args(argv)
     on_gpu = args.cases != [ON_CPU]
     if on_gpu and not torch.cuda.is_available():

@@ -188,14 +188,13 @@ OTHER_NETWORKS = {
     )
     for images in image_sets
 }
-# Other data: labels of which 40 % are random, classes of unequal size, few images, one of four
-# rotations to be told, the next character of a text. Not among the default tasks.
+# Other data: labels of which 40 % are random, few images, one of four rotations to be told, the
+# next character of a text. Not among the default tasks.
 OTHER_DATA = {
     task.name: task
     for task in (
         replace(_IMAGES["fashion"], name="noisy_fashion", source="fashion_mnist_noisy"),
         replace(_IMAGES["coarse"], name="noisy_coarse", source="cifar100_coarse_noisy"),
-        replace(_IMAGES["coarse"], name="long_tail_coarse", source="cifar100_coarse_long_tail"),
         replace(_IMAGES["coarse"], name="few_coarse", train=768, validation=256),
         Task("rotations_16", "cifar100_rotations", 16, 3072, 1024),
         Task(
@@ -238,9 +237,6 @@ def _read(source: str, root: Path, side: int) -> tuple[Pair, Pair]:
         "imagenette": _imagenette,
         "fashion_mnist_noisy": lambda root, side: _noisy(*read_fashion_mnist(root, side)),
         "cifar100_coarse_noisy": lambda root, side: _noisy(
-            *read_cifar100(root, side, coarse=True)
-        ),
-        "cifar100_coarse_long_tail": lambda root, side: _long_tail(
             *read_cifar100(root, side, coarse=True)
         ),
         "cifar100_rotations": lambda root, side: _rotations(
@@ -305,14 +301,6 @@ def _noisy(train: Pair, test: Pair) -> tuple[Pair, Pair]:
     x, y = train
     random = rng.integers(y.max() + 1, size=len(y))
     return (x, np.where(rng.random(len(y)) < 0.4, random, y)), test
-
-
-def _long_tail(train: Pair, test: Pair) -> tuple[Pair, Pair]:
-    """Keep a part of each class, from all to a twentieth of the images; the test split has all."""
-    x, y = train
-    share = np.power(0.05, y / y.max())
-    kept = np.random.default_rng(1).random(len(y)) < share
-    return (x[kept], y[kept]), test
 
 
 def _rotations(train: Pair, test: Pair) -> tuple[Pair, Pair]:

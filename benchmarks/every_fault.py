@@ -68,7 +68,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 RECORDS = ("rounds.jsonl", "epochs.jsonl", "schedule.jsonl", "predictions.json", "result.json")
 ACTIONS = ("kill", "tear", "again", "sigterm")
-SAMPLES, TEST_SAMPLES, EPOCHS, BATCH = 360, 40, 5, 8
+SAMPLES, TEST_SAMPLES, EPOCHS, BATCH, CHECKPOINT_STEPS = 360, 40, 5, 8, 10
 # A run needs two after a fault, three where it happens again; more mean that it never ends.
 MAX_COMMANDS = 5
 # Audit events of Python that change files, and where their arguments have paths and directories.
@@ -218,6 +218,7 @@ def job_of(policy: str, data: Path, folder: Path) -> Job:
             "learning_rate": {"policy": policy, "initial": 0.1, **POLICIES[policy]},
             "optimizer": "Muon",
             "average": 0.5,
+            "checkpoint": {"every": CHECKPOINT_STEPS},
             "workers": {"count": 1, "threads": 1},
             "storage_path": str(folder),
             "resume": "auto",

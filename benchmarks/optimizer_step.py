@@ -10,7 +10,6 @@ lars    ours         `large_batch.LARS`; biases and normalization in their own g
         sgd          torch.optim.SGD, foreach, one group: a training without LARS
         sgd_fused    the same, fused
 muon    ours         `muon.Muon`: 54 matrices of 21 shapes, SGD for 107 other tensors
-        loop         the same with one group per tensor: every matrix computed alone
         torch        torch.optim.Muon on the flattened matrices, torch.optim.SGD for the others,
                      in bfloat16: many CPUs need minutes, so there only with --torch, and once
         sgd          as above
@@ -91,11 +90,6 @@ def muon_sides() -> dict[str, Make]:
     """Return the function that makes each side's optimizer."""
     return {
         "ours": lambda m: Muon(_muon_groups(m), lr=0.1, momentum=MOMENTUM),
-        "loop": lambda m: Muon(
-            [{**group, "params": [p]} for group in _muon_groups(m) for p in group["params"]],
-            lr=0.1,
-            momentum=MOMENTUM,
-        ),
         "torch": _TorchMuon,
         "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=MOMENTUM, foreach=True),
     }

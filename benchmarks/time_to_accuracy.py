@@ -7,7 +7,7 @@
 Tasks: subsets of real image sets, small enough for 2 cores (comparison_tasks.py, which also
 describes FOLDER). By default five with a ResNet-8; `--tasks` also names other networks (such as an
 MLP, a VGG without BatchNorm, a vision transformer, a ConvNeXt, a GRU) and other data (labels of
-which 40 % are wrong, classes of unequal size, few images, rotations, text), and what people bring
+which 40 % are wrong, few images, rotations, text), and what people bring
 in four lengths each (comparison_kinds.py: texts, a table, segmentation, fine-tuning, ...). The
 same batch, epochs and augmentation for all contenders of a task.
 With `--optimizer auto`, the default, ours chooses the optimizer and the other rows train with
@@ -73,7 +73,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -101,7 +100,6 @@ def main() -> None:
     args = _arguments()
     with tempfile.TemporaryDirectory() as folder:
         result = compare(args, Path(folder))
-    print_table(result["tasks"])
     print(json.dumps(finite(result)))
 
 
@@ -178,36 +176,6 @@ def _outcome(row: Row, baseline: Row, setting: Setting, cache: Cache) -> Result:
     [default] = baseline.units(setting)
     results = [cache[unit] for unit in row.units(setting)]
     return outcome(row, results, target_of(cache[default]), setting.training_samples)
-
-
-def print_table(tasks: dict[str, dict[str, Any]]) -> None:
-    """Print the rows as tables for people."""
-    from rich.console import Console
-    from rich.table import Table
-
-    titles = {name: row.title for name, row in rows(OURS).items()}
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    for task, by_row in tasks.items():
-        table = Table(title=task)
-        table.add_column("")
-        for column in ("accuracy", "min .. max", "trainings", "s", "reached", "at", "after s"):
-            table.add_column(column, justify="right")
-        for name, row in by_row.items():
-            table.add_row(titles[name], *_cells(row))
-        console.print(table)
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    reached = row["reached"]
-    return [
-        f"{row['accuracy_mean']:.2f}",
-        f"{row['accuracy_min']:.2f} .. {row['accuracy_max']:.2f}",
-        f"{row['trainings']:.2f}",
-        f"{row['wall_seconds']:.0f}",
-        f"{reached}/{len(row['accuracies'])}",
-        f"{row['reach_trainings']:.2f}" if reached else "-",
-        f"{row['reach_seconds']:.0f}" if reached else "-",
-    ]
 
 
 def _arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -140,6 +140,11 @@ class RunPaths:
         """Storage path of Ray Train and Ray Tune, on this machine: no run needs it later."""
         return str(self.local / RAY_FOLDER)
 
+    def begin(self) -> None:
+        """Show that the remote storage of a new run can be written. Raises StorageError."""
+        if self._copy is not None:
+            self._copy.begin()
+
     def publish(self) -> str | None:
         """Copy new and changed files to the remote storage, and remove deleted ones there.
 

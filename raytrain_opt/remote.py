@@ -31,6 +31,8 @@ from raytrain_opt.errors import TakenOverError, printable
 from raytrain_opt.storage import STORAGE_ERRORS, error_text, open_store, storage_errors
 
 INDEX = "checkpoints/index.json"
+# Names the process that began the run.
+_FIRST_WRITER = "lease/000001"
 # Ray Train and Ray Tune write there; nothing of it is needed to resume.
 RAY_FOLDER = "ray"
 # A file of a checkpoint, and a record; other names of a storage could lead anywhere.
@@ -66,6 +68,14 @@ class RunCopy:
     @cached_property
     def _store(self) -> ObjectStore:
         return open_store(self.uri)
+
+    def begin(self) -> None:
+        """Show before a new run that its storage takes conditional writes. Raises StorageError."""
+        with (
+            storage_errors(f"{self.uri} cannot be written"),
+            suppress(AlreadyExistsError),  # the answer to our own request was lost
+        ):
+            obstore.put(self._store, _FIRST_WRITER, self._writer.encode(), mode="create")
 
     def _read_index(self) -> tuple[bytes, _ObjectVersion]:
         """Return content and version of the index; none of them without it."""

@@ -212,9 +212,8 @@ class BufferUpdates:
 
 @dataclass(frozen=True)
 class AsyncWorkerMetrics:
-    """One worker's asynchronous phase: its micro-batches, its time in all and by part."""
+    """One worker's asynchronous phase: its time in all and by part, and the buffers it has."""
 
-    micro_batches: int
     duration_s: float
     data_wait_s: float
     timings_s: dict[str, float]

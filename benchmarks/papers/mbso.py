@@ -1,7 +1,7 @@
 """Serizawa and Tatebe: the mini-batch size for speed. What a CPU can show of it.
 
     python -m benchmarks.papers.mbso (--quick | --full) --data-root FOLDER [--repeats N]
-        [--parts sweep search networks idle] [--max-loops N] [--plot FILE]
+        [--parts sweep search idle] [--max-loops N] [--plot FILE]
 
 The jobs are jobs/cifar100_vgg16_mbso.yaml (its VGG16 has one BatchNorm; 32x32 images, FOLDER: see
 comparison_tasks.py) and jobs/imagenet_resnet50_mbso.yaml, with one thread in place of a GPU, on
@@ -17,8 +17,6 @@ search      tables 3 to 7: `gpu_usage_maximize` by that utilization and `epoch_t
             from the paper's first sizes, of at most `--max-loops` loops: loops, size, utilization
             at the first and the last size, how much less time an image takes at the last size.
             Patterns on ImageNet with `epoch_time_minimize` only, with the small network
-networks    why VGG16 keeps a GPU busier: multiply-adds per image and per kernel call of a forward
-            pass (torch's FLOP counter and profiler; a call is an operator that computes)
 idle        one iteration at the batch of 96, split into waiting for data, copying, forward,
             backward, update: CIFAR-100 with its VGG16; ImageNet's files read in the process itself
             as published, from a fast disk and from one that takes 10 ms per file; and with two
@@ -47,9 +45,6 @@ from unittest import mock
 import numpy as np
 import torch
 from PIL import Image
-from torch import nn
-from torch.profiler import ProfilerActivity, profile
-from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.common import JOBS, finite, machine
 from benchmarks.comparison_tasks import Task
@@ -58,7 +53,6 @@ from benchmarks.papers.trainings import paper_parser, write_plot
 from raytrain_opt.config.load import load_job
 from raytrain_opt.config.schema import Job
 from raytrain_opt.data.image_folder import ImageFolderSource
-from raytrain_opt.models import build_model
 from raytrain_opt.recording.recorder import versions
 from raytrain_opt.results import Probe
 from raytrain_opt.search.batch_size.strategy import BatchSizeChoice, SizeBounds
@@ -76,8 +70,6 @@ _NO_VALIDATION = {"validation_fraction": 0}
 TASK = Task("cifar100_fine_32", "cifar100_fine", 32, 8192, 0)
 QUICK_SIZES, SIZES, JUMP_SIZES = (10, 20, 50, 100), range(10, 501, 10), range(96, 107, 2)
 JPEG_BATCH, JPEG_FILES, SLOW_FILE_S = 96, 400, 0.01
-# Operators that compute; the others of a profile are views, allocations and parts of these.
-KERNELS = ("conv2d", "linear", "batch_norm", "relu", "relu_", "max_pool2d", "add_", "mean")
 
 
 @dataclass(frozen=True)
@@ -112,7 +104,6 @@ PAPER = {
     "sweep": "the time falls up to about 100 images, utilization rises up to about 200 (figures "
     "1, 2); an epoch takes 47.13 % less at 96 than at 32, 69.17 % less at 106 (figure 9)",
     "search": "in each row",
-    "networks": "VGG16 uses the GPU more at each size, for its amount of computation (7.3)",
     "idle": "hardly any with CIFAR-100, about 1 s per iteration with ImageNet (figures 12, 13)",
 }
 
@@ -164,7 +155,6 @@ def main() -> None:
                 for pattern in PATTERNS[:2]
             },
             "search": lambda: searches(cifar, files, args.repeats, args.max_loops),
-            "networks": lambda: {p.title: arithmetic(Probed(p, cifar).job) for p in PATTERNS[:2]},
             "idle": lambda: idle(cifar, files, args.repeats),
         }
         for name in args.parts:
@@ -232,27 +222,6 @@ def searches(
 def _shorter_pct(probes: Sequence[Probe]) -> float:
     """Return how much less time an image takes at the end of a search, in percent."""
     return round(100 * (1 - probes[0].samples_per_s / probes[-1].samples_per_s), 1)
-
-
-def arithmetic(job: Job) -> dict[str, float]:
-    """Count the work of one image, at full width, and how much of it one kernel call has."""
-    section = job.model.model_copy(update={"args": {}})
-    model = build_model(section, num_classes=100, sample_shape=(3, 32, 32), seed=0).eval()
-    image = torch.zeros(1, 3, 32, 32)
-    with torch.no_grad():
-        with FlopCounterMode(display=False) as counter:
-            model(image)
-        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
-            model(image)
-    names = {f"aten::{kernel}" for kernel in KERNELS}
-    calls = sum(event.count for event in profiled.key_averages() if event.key in names)
-    multiply_adds = counter.get_total_flops() / 2
-    return {
-        "convolutions": sum(isinstance(module, nn.Conv2d) for module in model.modules()),
-        "multiply_adds_millions": round(multiply_adds / 1e6, 1),
-        "kernel_calls": calls,
-        "millions_per_call": round(multiply_adds / 1e6 / calls, 2),
-    }
 
 
 def idle(cifar: Mapping[str, Any], files: Path, repeats: int) -> dict[str, dict[str, Any]]:
@@ -325,7 +294,7 @@ def _arguments() -> argparse.Namespace:
     parser = paper_parser(__doc__, "two hours")
     parser.add_argument("--repeats", type=int, help="passes; default 1 with --quick, else 3")
     parser.add_argument("--max-loops", type=int, help="of a search; default 8 with --quick")
-    parser.add_argument("--parts", nargs="+", default=["networks", "idle", "search", "sweep"])
+    parser.add_argument("--parts", nargs="+", default=["idle", "search", "sweep"])
     args = parser.parse_args()
     args.sizes = sorted({*SIZES, *JUMP_SIZES}) if args.full else QUICK_SIZES
     args.repeats = args.repeats or (3 if args.full else 1)

@@ -117,7 +117,6 @@ class AsyncTrainer:
         data_wait_s = stopwatch.timings_s.pop("data_wait_s", 0.0)
         duration_s = monotonic_s() - started_s
         return AsyncWorkerMetrics(
-            count,
             duration_s,
             data_wait_s,
             stopwatch.timings_s,

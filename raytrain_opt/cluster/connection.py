@@ -21,16 +21,13 @@ from raytrain_opt.clock import monotonic_s
 from raytrain_opt.cluster import fork_client
 from raytrain_opt.cluster.fork_server import fork_server
 from raytrain_opt.cluster.ray_private import (
+    as_local_node,
     available_resources_per_node,
     draining_nodes,
     ended_processes,
-    in_own_process_groups,
-    loopback_only,
     sigterm_handler_kept,
     start_processes_with,
-    wait_for_local_node,
     with_python_path,
-    without_api_server,
 )
 from raytrain_opt.errors import JobError, PoolError, Problem
 from raytrain_opt.temporary import TemporaryFolder
@@ -59,14 +56,12 @@ def check_address(address: str | None) -> None:
     if ray.is_initialized() or not target or target in _SYMBOLIC_ADDRESSES:
         return
     url = urlsplit(target if "://" in target else f"//{target}")
-    if url.scheme in ("http", "https"):
-        rule = "is the URL of a dashboard"
-        hint = f"run the command there: ray job submit --address {target} --working-dir . -- "
-        hint += "python -m raytrain_opt …"
-        raise JobError([Problem("--address", rule, repr(target), hint)], "arguments")
-    if url.scheme not in ("", "ray"):
+    if url.scheme not in ("", "ray", "http", "https"):
         return
     try:
+        if url.scheme in ("http", "https"):
+            submit = f"ray job submit --address {target} --working-dir . -- python -m raytrain_opt"
+            raise ValueError(f"it is the URL of a dashboard, for: {submit} …")
         if not url.hostname or not url.port:
             raise ValueError("it has no HOST:PORT")
         socket.create_connection((url.hostname, url.port), _CONNECT_LIMIT_S).close()
@@ -117,13 +112,7 @@ def _local_node(environment: Mapping[str, str]) -> Iterator[None]:
     saved = dict(os.environ)
     os.environ.update(environment)
     try:
-        with (
-            loopback_only(),
-            in_own_process_groups(),
-            without_api_server(),
-            start_processes_with(fork_client.__file__),
-            wait_for_local_node(_START_LIMIT_S),
-        ):
+        with as_local_node(_START_LIMIT_S), start_processes_with(fork_client.__file__):
             yield
     finally:
         # What we and Ray set, no others: another thread calls user code meanwhile.

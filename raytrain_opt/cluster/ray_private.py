@@ -80,38 +80,17 @@ def root_cause(error: BaseException) -> tuple[int | None, BaseException]:
         error = wrapped
 
 
-def loopback_only() -> AbstractContextManager[None]:
-    """Let a Ray that is started inside the block be reachable from this machine only.
+@contextmanager
+def as_local_node(limit_s: float) -> Iterator[None]:
+    """Let a Ray that is started inside the block serve this machine alone.
 
-    Ray listens on all interfaces unless its node's address is 127.0.0.1, and accepts that address
-    only where it supports no clusters (Windows and macOS): `ENABLE_RAY_CLUSTER` is that switch.
+    It is reachable from this machine only. Ray listens on all interfaces unless its node's address
+    is 127.0.0.1, and accepts that address only where it supports no clusters (Windows and macOS):
+    `ENABLE_RAY_CLUSTER` is that switch. Signals to the driver's process group do not reach it:
+    `timeout`, Slurm and systemd send SIGTERM to all processes at once, and without Ray's control
+    service the driver could neither end its pools nor itself. It has no API server, which would
+    only send statistics of use to Ray's developers. It may take `limit_s` to start, not only 30 s.
     """
-    return _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False)
-
-
-def without_api_server() -> AbstractContextManager[None]:
-    """Let a Ray that is started inside the block have no API server.
-
-    Without a dashboard it would only send statistics of use to Ray's developers. Ray starts it
-    also with `include_dashboard=False`, and waits for it.
-    """
-    return _replaced(Node, "start_api_server", _do_nothing)
-
-
-def with_python_path(entries: Sequence[str]) -> JobConfig:
-    """Return the configuration of a job whose processes import from these folders, too.
-
-    They have a driver's script folder, working directory and PYTHONPATH, but not what a script
-    added to `sys.path`. Ray puts each folder before the ones before it, so they go last to first,
-    and without those that every interpreter has: a folder of packages must not come before it.
-    """
-    everywhere = {sysconfig.get_path(n) for n in ("stdlib", "platstdlib", "purelib", "platlib")}
-    own = [e for e in map(os.path.abspath, entries) if e not in everywhere and os.path.isdir(e)]
-    return JobConfig(_py_driver_sys_path=own[::-1])
-
-
-def wait_for_local_node(limit_s: float) -> AbstractContextManager[None]:
-    """Let the node of a Ray that is started inside the block take longer than Ray's 30 s."""
     get_node: Any = services.get_node
 
     def wait(*arguments: Any) -> Any:
@@ -124,17 +103,25 @@ def wait_for_local_node(limit_s: float) -> AbstractContextManager[None]:
                     raise
                 time.sleep(0.1)
 
-    return _replaced(services, "get_node", wait)
+    with (
+        _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False),
+        _replaced(services, "ConsolePopen", partial(services.ConsolePopen, process_group=0)),
+        _replaced(Node, "start_api_server", _do_nothing),
+        _replaced(services, "get_node", wait),
+    ):
+        yield
 
 
-def in_own_process_groups() -> AbstractContextManager[None]:
-    """Keep signals to the driver's process group from a Ray that is started inside the block.
+def with_python_path(entries: Sequence[str]) -> JobConfig:
+    """Return the configuration of a job whose processes import from these folders, too.
 
-    `timeout`, Slurm and systemd send SIGTERM to all processes at once. Without Ray's control
-    service, the driver could neither end its pools nor itself: Ray waits for it for a minute.
+    They have a driver's script folder, working directory and PYTHONPATH, but not what a script
+    added to `sys.path`. Ray puts each folder before the ones before it, so they go last to first,
+    and without those that every interpreter has: a folder of packages must not come before it.
     """
-    popen = partial(services.ConsolePopen, process_group=0)
-    return _replaced(services, "ConsolePopen", popen)
+    everywhere = {sysconfig.get_path(n) for n in ("stdlib", "platstdlib", "purelib", "platlib")}
+    own = [e for e in map(os.path.abspath, entries) if e not in everywhere and os.path.isdir(e)]
+    return JobConfig(_py_driver_sys_path=own[::-1])
 
 
 @contextmanager

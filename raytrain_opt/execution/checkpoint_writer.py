@@ -63,7 +63,7 @@ class CheckpointWriter:
         self._notes: list[str] = []  # on the remote storage, for the user
         self._closing = Event()
         latest = checkpoints.latest
-        self._reached = (latest.epoch, latest.rounds, latest.steps) if latest else None
+        self._reached = latest.point if latest else None
         self.interval = Interval(checkpoints.section)
 
     @property
@@ -96,7 +96,7 @@ class CheckpointWriter:
         self.interval.restart()
         if progress.reached == self._reached:
             return
-        self._reached = epoch, rounds, steps = progress.reached
+        self._reached = epoch, rounds, steps, candidates = progress.reached
         self._epoch = epoch
 
         def write() -> None:
@@ -108,9 +108,8 @@ class CheckpointWriter:
                 )
             # The records must never be behind the checkpoint: a resume truncates, not adds.
             self._paths.sync_records()
-            self._checkpoints.save(
-                epoch, state, progress.to_json(), score, rounds=rounds, steps=steps
-            )
+            parts = {"rounds": rounds, "steps": steps, "candidates": candidates}
+            self._checkpoints.save(epoch, state, progress.to_json(), score, **parts)
             self.publish()
 
         self._pending = start_thread(write)

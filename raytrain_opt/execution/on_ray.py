@@ -155,12 +155,10 @@ class RayBackend:
             note(text)
         threads = job.workers.threads
         if self._cores is not None and self.owns_ray and not plan.use_gpu:
-            choose, batch_size = self._choose_threads, job.global_batch_size // plan.workers
+            fastest, batch_size = None, job.global_batch_size // plan.workers
             # A batch that is to be searched is measured with these threads.
-            if choose is None or job.batch_size_search is not None:
-                fastest = None
-            else:
-                fastest = partial(choose, max(1, batch_size))
+            if self._choose_threads is not None and job.batch_size_search is None:
+                fastest = partial(self._choose_threads, max(1, batch_size))
             threads = self._cores.choose(plan.workers_per_node, note, fastest)
         self._choose_threads = None
         return Placement(plan.workers, threads)

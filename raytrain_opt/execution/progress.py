@@ -22,7 +22,7 @@ from raytrain_opt.recording.records import (
 )
 from raytrain_opt.results import NO_STEPS, EvalTotals, Steps, TrainTotals
 from raytrain_opt.search.noise_scale import NoiseScale
-from raytrain_opt.search.policy import CandidateResult, History
+from raytrain_opt.search.policy import CandidateResult, History, TryCandidates
 
 
 @dataclass
@@ -38,6 +38,14 @@ class Startup:
 
 
 @dataclass(frozen=True)
+class PartialRound:
+    """The candidates of a round that have a result."""
+
+    action: TryCandidates
+    results: tuple[CandidateResult, ...]
+
+
+@dataclass(frozen=True)
 class PartialEpoch:
     """The part of an epoch that is done: the first steps of its training."""
 
@@ -46,6 +54,7 @@ class PartialEpoch:
     timings_s: dict[str, float] = field(default_factory=dict)
     train: TrainTotals | None = None  # of the steps of the main training
     staleness: StalenessRecord | None = None
+    round: PartialRound | None = None  # that follows the complete ones
 
 
 @dataclass(frozen=True)
@@ -66,11 +75,12 @@ class RunProgress:
         return self.search_samples + self.kept_samples
 
     @property
-    def reached(self) -> tuple[int, int, int]:
-        """The complete epochs, and either rounds or steps of the next one."""
+    def reached(self) -> tuple[int, int, int, int]:
+        """The complete epochs, of the next one either rounds or steps, then candidates."""
         partial, rounds = self.partial_epoch, self.history.rounds_of(self.next_epoch)
         steps = len(partial.steps.lrs) if partial.train is not None else 0
-        return self.next_epoch - 1, 0 if steps else len(rounds), steps
+        candidates = 0 if partial.round is None else len(partial.round.results)
+        return self.next_epoch - 1, 0 if steps else len(rounds), steps, candidates
 
     def add_samples(self, *, search: int = 0, kept: int = 0) -> RunProgress:
         """Return the progress with more (or fewer) samples."""
@@ -104,6 +114,7 @@ class EpochMetrics:
     started_s: float
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     results: Sequence[CandidateResult] = ()  # of the round in progress
+    round: PartialRound | None = None  # in progress, with what is saved of it
     steps: Steps = NO_STEPS  # on the way to the weights
     is_ruined: bool = False  # by a loss or weights that are not finite: training starts again
     train: TrainTotals | None = None
@@ -125,6 +136,16 @@ class EpochMetrics:
         for name, seconds in outcome.timings_s.items():
             self.stopwatch.add(f"main_{name}", seconds)
 
+    def keep_results(self, action: TryCandidates, results: Sequence[CandidateResult]) -> None:
+        """Note the candidates of the round in progress that have a result."""
+        self.round = PartialRound(action, tuple(results))
+
+    def results_of(self, action: TryCandidates) -> list[CandidateResult]:
+        """Return the results of the first candidates, which an interrupted run has trained."""
+        if self.round is None or self.round.action != action:
+            return []
+        return list(self.round.results)
+
     @classmethod
     def resumed(cls, partial: PartialEpoch) -> EpochMetrics:
         """Continue the timing from the seconds spent before the interruption."""
@@ -133,6 +154,7 @@ class EpochMetrics:
             steps=partial.steps,
             train=partial.train,
             staleness=partial.staleness,
+            round=partial.round,
         )
         metrics.stopwatch.timings_s.update(partial.timings_s)
         return metrics
@@ -145,6 +167,7 @@ class EpochMetrics:
             dict(self.stopwatch.timings_s),
             self.train,
             self.staleness,
+            self.round,
         )
 
     def schedule(

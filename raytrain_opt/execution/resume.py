@@ -50,11 +50,11 @@ def find_run(job: Job, resume: str | None) -> tuple[Job, str | None]:
     if resume is None:
         resume = newest_unfinished(job.storage_path, job.name) if job.resume == "auto" else None
         check = _check_found
+        if resume is None:
+            return job, None
     else:
         check_run(resume)
         check = _check_named
-    if resume is None:
-        return job, None
     unfinished = _read_job(resume)
     kept = {
         name: getattr(unfinished.workers, name)

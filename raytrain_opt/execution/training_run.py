@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.data.base import DataFingerprint
-from raytrain_opt.errors import DivergedError, PoolError
+from raytrain_opt.errors import DivergedError
 from raytrain_opt.execution.callbacks import Callbacks
 from raytrain_opt.execution.checkpoint_writer import CheckpointWriter
 from raytrain_opt.execution.length import Pace, TrainingLength, measure_pace
@@ -17,13 +17,14 @@ from raytrain_opt.execution.progress import EpochMetrics, PartialEpoch, RunProgr
 from raytrain_opt.execution.resolve import Resolved
 from raytrain_opt.execution.resume import job_fields
 from raytrain_opt.execution.workspace import Workspace
-from raytrain_opt.pools.commands import MainTrain, Pretrain, Progress, StateRef
+from raytrain_opt.pools.commands import MainTrain, Progress, StateRef
 from raytrain_opt.pools.protocol import (
     Pool,
     Pools,
     TrainingOutcome,
     fetch_candidate_state,
     fetch_initial_state,
+    train_candidates,
 )
 from raytrain_opt.recording.predictions import PredictionsRecord
 from raytrain_opt.recording.recorder import EventLog, Recorder
@@ -109,7 +110,6 @@ class TrainingRun:
         self.pools.states.keep(state)
         if self._may_start_again:
             self._initial = self.pools.states.get(state)
-        self.checkpoints.interval.restart()
         return state
 
     def plan(self, state: StateRef, history: History) -> History:
@@ -124,20 +124,20 @@ class TrainingRun:
         pool = self._candidate_pool()
         self._show_phase(action.epoch, f"pre-train {len(action.candidates)} candidates")
         self._in_round = True
+        results = self._epoch.results_of(action)
+        left = action.candidates[len(results) :]
+        # Workers train one after the other; a winner's state is kept for one command.
+        one_by_one = self.pools.slots is None and not action.keeps_winner
         with self._epoch.stopwatch.measure("pretrain_s"):
-            residents = pool.alive()
-            replies = pool.command(Pretrain(state, action, residents), residents)
-        if not replies:
-            raise PoolError(
-                f"epoch {action.epoch}: every slot died more often than max_restarts "
-                f"({self.job.max_restarts}) allows"
-            )
-        results = [result for reply in replies.values() for result in reply.results]
-        results += self._lost_results(action, results)
-        results.sort(key=lambda result: result.candidate.index)
+            for part in [(candidate,) for candidate in left] if one_by_one else [left]:
+                results += train_candidates(pool, state, replace(action, candidates=part))
+                self._epoch.keep_results(action, results)
+                self.checkpoints.interval.count(len(part) * action.pretrain_steps)
+                if len(results) < len(action.candidates) and self._must_save():
+                    self._save_partial(state)
+        self._epoch.round = None
+        self._log_lost(action, results)
         self.progress = self.progress.add_samples(search=sum(r.samples for r in results))
-        durations_s = (sum(r.duration_s for r in reply.results) for reply in replies.values())
-        self._epoch.stopwatch.timings_s["longest_slot_s"] = max(durations_s)
         self._epoch.results = results
         return results
 
@@ -158,10 +158,8 @@ class TrainingRun:
         return kept
 
     def checkpoint_round(self, state: StateRef, history: History) -> None:
-        self.progress = replace(
-            self.progress, history=history, partial_epoch=self._epoch.partial()
-        )
-        self._save(state)
+        self.progress = replace(self.progress, history=history)
+        self._save_partial(state)
 
     def start_again(self, action: StartAgain, history: History) -> StateRef:
         assert self._initial is not None
@@ -255,8 +253,11 @@ class TrainingRun:
         self.stop.saves = False
         starts_again = self._starts_again_after(self.progress.next_epoch)
         if self._epoch.steps.lrs and not (starts_again and self._is_ruined(state)):
-            self.progress = replace(self.progress, partial_epoch=self._epoch.partial())
-            self._save(state)
+            self._save_partial(state)
+
+    def _save_partial(self, state: StateRef) -> None:
+        self.progress = replace(self.progress, partial_epoch=self._epoch.partial())
+        self._save(state)
 
     def evaluate(self, state: StateRef, epoch: int) -> None:
         """Measure the test metrics. Raises DivergedError if the loss is not finite."""
@@ -297,8 +298,6 @@ class TrainingRun:
             is_due = epoch % self.job.checkpoint.every_epochs == 0 or ends
             if is_due or self.stop.error is not None:
                 self._save(state, record.score, is_ruined=is_ruined)
-
-    # After the last move.
 
     def evaluate_best(self) -> dict[str, float]:
         """Measure the set that is looked at once, with the weights of the best epoch."""
@@ -370,24 +369,20 @@ class TrainingRun:
         self._lrs = self.recorder.lrs()
         text = f"resumed after {checkpoint.reached}"
         self.event_log.resume_clock(epoch, text, self.progress.partial_epoch.duration_s)
-        self.length.resume(self.recorder.epochs(), self.history)
+        records, steps = self.recorder.epochs(), len(self._epoch.steps.lrs)
+        self.length.resume(records, self.history, self.policy, self.lrs, steps)
         return self.pools.states.put(checkpoint.folder, state)
 
-    def _lost_results(
-        self, action: TryCandidates, results: Sequence[CandidateResult]
-    ) -> list[CandidateResult]:
-        """Return a result for each candidate whose slot died too often: the round does without."""
-        finished = {result.candidate.index for result in results}
-        lost = [c for c in action.candidates if c.index not in finished]
-        if lost:
+    def _log_lost(self, action: TryCandidates, results: list[CandidateResult]) -> None:
+        """Log the candidates whose slot died too often: the round does without."""
+        if lost := [result.candidate for result in results if result.status == "lost"]:
             pool, lrs = self._candidate_pool(), ", ".join(f"{c.lr:.3g}" for c in lost)
             text = (
                 f"epoch {action.epoch}: learning rate {lrs} is left out: its slot died more often "
+                "than max_restarts allows, or made no progress within timeouts.no_progress_s; "
+                f"{len(pool.alive())} of {pool.size} slots are left"
             )
-            text += "than max_restarts allows, or made no progress within timeouts.no_progress_s; "
-            text += f"{len(pool.alive())} of {pool.size} slots are left"
             self.event_log.log("lost", action.epoch, text)
-        return [CandidateResult.lost(candidate) for candidate in lost]
 
     def _on_wait(self, pool: str, progress: Progress | None) -> None:
         """Show the progress."""

@@ -82,8 +82,7 @@ def open_workspace(
         with _writing(paths, job, resume):
             remove_abandoned()
             if not resume:
-                write_text(paths.job, dump_job(job))
-                paths.publish()
+                paths.begin()
             sign_lock = stack.enter_context(lock_run_directory(paths.local))
             checkpoints = Checkpoints(paths.checkpoints, job.checkpoint)
             damages = checkpoints.drop_damaged()

@@ -113,11 +113,6 @@ class CommandBoard:
         self.replies.pop(index, None)
         self.failed.discard(index)
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether the residents are asked to leave."""
-        return isinstance(self.command, Close)
-
     async def next_command(self, after: int) -> tuple[int, Command]:
         """Return the current command as soon as its number is above `after`."""
         await self.posted.wait_for(lambda: self.number > after)
@@ -128,10 +123,7 @@ class CommandBoard:
         """Whether waiting for replies is over: all are here, one failed, or a new command came."""
         if self.failed or self.number != number:
             return True
-        # The first condition spares a look at each of them after every reply.
-        return len(self.replies) + len(lost) >= len(expected) and all(
-            index in self.replies or index in lost for index in expected
-        )
+        return all(index in self.replies or index in lost for index in expected)
 
 
 @dataclass
@@ -143,7 +135,6 @@ class ActivityLog:
     posted_s: float = field(default_factory=monotonic_s)
     last_heard_s: float = field(default_factory=monotonic_s)
     events: list[Event] = field(default_factory=list)
-    forgotten: int = 0  # events that the driver has received
 
     def begin_command(self) -> None:
         """Forget the progress of the command before."""
@@ -197,10 +188,8 @@ class ActivityLog:
         return monotonic_s() - self.last_heard_s
 
     def new_events(self, received: int) -> tuple[float, list[Event]]:
-        """Return the time now, and the events after the first `received`, which are forgotten."""
-        del self.events[: received - self.forgotten]
-        self.forgotten = received
-        return monotonic_s(), list(self.events)
+        """Return the time now, and the events after the first `received`."""
+        return monotonic_s(), self.events[received:]
 
 
 @dataclass
@@ -266,11 +255,8 @@ class Mailbox:
             await self.receive(replies)
         return await self._board(pool).next_command(after)
 
-    async def receive(self, messages: Sequence[Reply | Report]) -> bool:
-        """Take messages of a pool's residents; drop late ones about an earlier command.
-
-        Returns whether the residents are asked to leave.
-        """
+    async def receive(self, messages: Sequence[Reply | Report]) -> None:
+        """Take messages of a pool's residents; drop late ones about an earlier command."""
         state = self._pools[messages[0].sender[0]]
         for message in messages:
             is_late = message.number != state.board.number
@@ -281,11 +267,10 @@ class Mailbox:
             elif message.progress is not None:
                 state.log.report(message.sender[1], message.progress)
         state.board.replied.notify()
-        return state.board.is_closed
 
     async def is_closed(self, pool: str) -> bool:
         """Return whether the residents of the pool are asked to leave."""
-        return self._board(pool).is_closed
+        return isinstance(self._board(pool).command, Close)
 
     def _take_reply(self, state: PoolState, reply: Reply) -> None:
         board, index = state.board, reply.sender[1]

@@ -114,11 +114,6 @@ class ResidentConfig:
     ray_storage_path: str
     program: SynchronousProgram = field(default_factory=SynchronousProgram)
 
-    @property
-    def leave_s(self) -> float:
-        """Seconds that a resident may take to leave when its pool is closed."""
-        return self.timeouts.stop_s / 2
-
     def fetch_inputs(self) -> tuple[LearnerConfig, SharedData]:
         """Return the settings with the user's objects, and the data that a node's processes share.
 

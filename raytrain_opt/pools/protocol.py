@@ -188,6 +188,20 @@ def fetch_initial_state(pool: Pool) -> StateRef:
     raise PoolError(f"no {pool.name} is left to send its initial state")
 
 
+def train_candidates(pool: Pool, start: StateRef, action: TryCandidates) -> list[CandidateResult]:
+    """Train and score every candidate from `start`; return the results in their order.
+
+    A candidate whose slot died too often is `lost`. Raises PoolError if all slots did.
+    """
+    residents = pool.alive()
+    replies = pool.command(Pretrain(start, action, residents), residents)
+    if not replies:
+        text = "every slot died more often than max_restarts allows"
+        raise PoolError(f"epoch {action.epoch}: {text}")
+    results = {r.candidate.index: r for reply in replies.values() for r in reply.results}
+    return [results.get(c.index) or CandidateResult.lost(c) for c in action.candidates]
+
+
 def fetch_candidate_state(
     pool: Pool, start: StateRef, action: TryCandidates, result: CandidateResult
 ) -> StateRef:

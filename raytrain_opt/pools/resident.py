@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -55,10 +56,6 @@ _OF_DRIVERS_LIMIT = 0.75
 T = TypeVar("T")
 
 
-class PoolClosed(Exception):  # noqa: N818 - not an error: the driver asked to leave
-    """The pool was closed while a command was running."""
-
-
 class ResidentMailbox:
     """The view of a resident, or of the first of a group. Raises RayError when it has died."""
 
@@ -78,9 +75,9 @@ class ResidentMailbox:
         next_command = ray.get(self._actor.exchange.remote(self._pool, number, replies))
         return cast("tuple[int, Command]", next_command)
 
-    def send(self, messages: Sequence[Reply | Report]) -> bool:
-        """Send messages during a command; return whether the residents are asked to leave."""
-        return cast(bool, ray.get(self._actor.receive.remote(messages)))
+    def send(self, messages: Sequence[Reply | Report]) -> None:
+        """Send messages during a command."""
+        ray.get(self._actor.receive.remote(messages))
 
 
 def report_lost(actor: Any, pool: str, index: int) -> None:
@@ -148,7 +145,6 @@ def serve(
     loop = CommandLoop(
         mailbox,
         resident,
-        config.leave_s,
         peer_failure_grace_s,
         group,
         absent,
@@ -166,30 +162,22 @@ class CommandLoop:
 
     mailbox: ResidentMailbox
     resident: Resident
-    leave_s: float  # to leave when the pool is closed
     peer_failure_grace_s: float = 0.0  # before an error that a peer's death may have caused counts
     group: Group = field(default_factory=Group)
     absent: tuple[int, ...] = ()  # ranks that the group does without
     no_progress_s: float = math.inf  # until a failure that makes other ranks wait is an error
-    _closed: threading.Event = field(default_factory=threading.Event)
     _left: threading.Event = field(default_factory=threading.Event)
     _residents: list[Resident] = field(default_factory=list)  # those that this one speaks for
     # The command that is executed, by number, and its progress.
     _work: tuple[int, Progress | None] | None = None
 
     def run(self, handler: Handler) -> None:
-        """Execute commands until the pool is closed.
-
-        A resident that has not left `leave_s` later (one long step, a collective in which it waits
-        for a rank that has left) ends its process.
-        """
+        """Execute commands until the pool is closed."""
         self.group.share((0,))
         report = partial(self._report, handler)
         threading.Thread(target=report, daemon=True, name="report-progress").start()
         try:
             self._run(handler)
-        except PoolClosed:
-            pass
         finally:
             self._left.set()
 
@@ -222,8 +210,7 @@ class CommandLoop:
         try:
             yield
         except RuntimeError:
-            if self._closed.wait(self.peer_failure_grace_s):
-                raise PoolClosed from None
+            time.sleep(self.peer_failure_grace_s)
             raise
 
     def _execute(self, handler: Handler, number: int, command: Command) -> Reply:
@@ -232,8 +219,6 @@ class CommandLoop:
             joined = isinstance(command, Regroup)
             with exits_as_errors():
                 value = None if joined else handler.handle(command, self._on_step(number))
-        except PoolClosed:
-            raise
         except ray.exceptions.ObjectLostError as error:
             value = StateLost(str(error))
         except Exception as error:  # noqa: BLE001
@@ -253,11 +238,9 @@ class CommandLoop:
         It is a reply, not a restart, because the same command would fail again. Other ranks of a
         group may wait for this one in a collective, so it calls the mailbox itself.
         """
-        if self._closed.is_set():  # the others left first, and a collective broke
-            raise PoolClosed
         if isinstance(error, RuntimeError):  # what collectives raise
-            self._closed.wait(self.peer_failure_grace_s)
-            if is_lost_connection(error) and not self._closed.is_set():
+            time.sleep(self.peer_failure_grace_s)
+            if is_lost_connection(error):
                 raise error  # nobody died: let Ray start the process group anew
         failure = to_failure(error)
         if self.group.size > 1:
@@ -267,32 +250,25 @@ class CommandLoop:
     def _on_step(self, number: int) -> OnStep:
         def on_step(done: int, total: int) -> None:
             self._work = number, Progress(done, total)
-            if self._closed.is_set():
-                raise PoolClosed
 
         return on_step
 
     def _report(self, handler: Handler) -> None:
-        """Report progress, also of a hung command, and learn that the pool is closed."""
+        """Report progress, also of a hung command."""
         reported, since_s = self._work, monotonic_s()
-        while not self._closed.is_set():
-            if self._left.wait(_PROGRESS_INTERVAL_S):
-                return
+        while not self._left.wait(_PROGRESS_INTERVAL_S):
             if (work := self._work) is not None:
-                if self._exchange_reports(*work):
-                    self._closed.set()
+                self._exchange_reports(*work)
                 if work is not reported:
                     reported, since_s = work, monotonic_s()
                 elif self._is_overdue(since_s) and (failure := handler.failure) is not None:
                     self.mailbox.send([self._reply(work[0], to_failure(failure))])
-        if not self._left.wait(self.leave_s):
-            os._exit(1)
 
     def _is_overdue(self, since_s: float) -> bool:
         return self.group.size > 1 and monotonic_s() - since_s > self.no_progress_s
 
-    def _exchange_reports(self, number: int, progress: Progress | None) -> bool:
-        """Let the driver know the progress of all ranks; return whether the pool is closed."""
+    def _exchange_reports(self, number: int, progress: Progress | None) -> None:
+        """Let the driver know the progress of all ranks. Ends the process if the run has ended."""
         values = (number,) if progress is None else (number, progress.done, progress.total)
         try:
             shared = zip(self._residents, self.group.share(values), strict=True)
@@ -300,13 +276,12 @@ class CommandLoop:
                 Report(resident.sender, number, Progress(*steps) if steps else None)
                 for resident, (number, *steps) in shared
             ]
-            return self.mailbox.send(reports) if reports else False
-        except RuntimeError:  # the first rank has died, and Ray Train will end this one
-            return False
-        except ray.exceptions.ActorUnavailableError:
-            return False
+            if reports:
+                self.mailbox.send(reports)
+        except (RuntimeError, ray.exceptions.ActorUnavailableError):
+            pass  # the mailbox cannot be reached now, or the first rank has died, as this one will
         except ray.exceptions.ActorDiedError:
-            return True  # the mailbox, and so the run: leave as well
+            os._exit(1)
 
 
 def peer_failure_grace_s(world_size: int, local_world_size: int) -> float:

@@ -91,9 +91,7 @@ class CandidateSteps:
     fine: int
 
     @classmethod
-    def within(
-        cls, budget_steps: float, *, epoch_steps: int, optimizers: int = 1
-    ) -> CandidateSteps:
+    def within(cls, budget_steps: float, epoch_steps: int, optimizers: int) -> CandidateSteps:
         """Divide a budget, the steps that all candidates may have together.
 
         `epoch_steps`: steps of the first epoch. Of several `optimizers`, all have a coarse stage,

@@ -131,9 +131,8 @@ class HorizonStpt(Policy):
         None if it is too short for one.
         """
         budget = self.budget(history)
-        for count in (len(self.optimizers), 1):
-            epoch_steps = self.steps.search
-            steps = CandidateSteps.within(budget, epoch_steps=epoch_steps, optimizers=count)
+        for optimizers in (self.optimizers, self.optimizers[:1]):
+            steps = CandidateSteps.within(budget, self.steps.search, len(optimizers))
             if steps.are_enough:
                 break
         else:
@@ -141,9 +140,9 @@ class HorizonStpt(Policy):
         left, factor = Budget(budget), 1.0 if self.facts.channel_norm else _WITHOUT_CHANNEL_NORM
         searches = (
             PeakSearch(i, self._initial(i), steps, left, optimizer.traits.usual_lr, factor)
-            for i, optimizer in enumerate(self.optimizers[:count])
+            for i, optimizer in enumerate(optimizers)
         )
-        names = (str(optimizer.name) for optimizer in self.optimizers[:count])
+        names = (str(optimizer.name) for optimizer in optimizers)
         return OptimizerRace(tuple(names), tuple(searches), self.facts.guessing_loss)
 
     def _initial(self, optimizer: int) -> float:

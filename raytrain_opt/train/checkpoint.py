@@ -3,6 +3,7 @@
     checkpoints/epoch-0003/weights.safetensors   the model's tensors by name, and how to build it
     checkpoints/epoch-0003/rest.pt               optimizer, scaler, progress (weights_only=True)
     checkpoints/epoch-0003-round-02/             the same after 2 rounds of epoch 4
+    checkpoints/epoch-0003-round-02-candidate-05/    and 5 candidates of the third one
     checkpoints/epoch-0003-step-000120/          the same after 120 steps of epoch 4
     checkpoints/index.json                       the complete checkpoints, oldest first
 
@@ -46,22 +47,31 @@ class Checkpoint:
     sha256: dict[str, str]  # by file name, hexadecimal
     rounds: int = 0
     steps: int = 0
+    candidates: int = 0  # of the next round
+
+    @property
+    def point(self) -> tuple[int, int, int, int]:
+        """Its point in the run, as numbers."""
+        return self.epoch, self.rounds, self.steps, self.candidates
 
     @property
     def folder(self) -> str:
         """Name of its folder; not read from the index, which might name any path."""
-        return _folder_name(self.epoch, self.rounds, self.steps)
+        return _folder_name(*self.point)
 
     @property
     def is_partial(self) -> bool:
         """Whether it was saved within an epoch."""
-        return bool(self.rounds or self.steps)
+        return any(self.point[1:])
 
     @property
     def reached(self) -> str:
         """Its point in the run: `epoch 3`, `round 2 of epoch 4`, or `step 120 of epoch 4`."""
         if self.steps:
             return f"step {self.steps} of epoch {self.epoch + 1}"
+        if self.candidates:
+            round_text = f"round {self.rounds + 1} of epoch {self.epoch + 1}"
+            return f"candidate {self.candidates} of {round_text}"
         if self.rounds:
             return f"round {self.rounds} of epoch {self.epoch + 1}"
         return f"epoch {self.epoch}"
@@ -127,15 +137,16 @@ class Checkpoints:
         *,
         rounds: int = 0,
         steps: int = 0,
+        candidates: int = 0,
     ) -> Checkpoint:
         """Write a checkpoint, add it to the index, then remove checkpoints no longer kept.
 
         `progress` is what the run needs besides the state to resume: numbers, text, lists and
         dicts. Raises StorageError when a file cannot be written; earlier checkpoints stay.
         """
-        folder = _folder_name(epoch, rounds, steps)
+        folder = _folder_name(epoch, rounds, steps, candidates)
         sha256 = write_checkpoint(self.folder / folder, state, progress, self.metadata)
-        checkpoint = Checkpoint(epoch, score, sha256, rounds, steps)
+        checkpoint = Checkpoint(epoch, score, sha256, rounds, steps, candidates)
         kept = self._select_kept([*self.saved, checkpoint])
         entries = [{"folder": c.folder, **vars(c)} for c in kept]
         write_json(self.folder / "index.json", {"checkpoints": entries})
@@ -172,8 +183,10 @@ def find_damage(
     return None
 
 
-def _folder_name(epoch: int, rounds: int, steps: int) -> str:
-    part = f"-step-{steps:06d}" if steps else f"-round-{rounds:02d}" if rounds else ""
+def _folder_name(epoch: int, rounds: int, steps: int, candidates: int) -> str:
+    part = f"-step-{steps:06d}" if steps else ""
+    part += f"-round-{rounds:02d}" if rounds or candidates else ""
+    part += f"-candidate-{candidates:02d}" if candidates else ""
     return f"epoch-{epoch:04d}{part}"
 
 

@@ -19,7 +19,6 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.updates import ParallelSection
 from raytrain_opt.errors import JobError, Problem, listed
 from raytrain_opt.threads import start_thread
@@ -347,8 +346,8 @@ class _SideStream:
         """Do nothing: `submit` raises at once."""
 
 
-def begin_communicator_warmup(device: torch.device) -> Future[float]:
-    """Connect the workers in a background thread; return the seconds it takes.
+def begin_communicator_warmup(device: torch.device) -> Future[None]:
+    """Connect the workers in a background thread.
 
     Meanwhile, model and data are built. NCCL connects on first use, which would make the first
     step slow. gloo connects when the process group is initialized, so initialize it before. Until
@@ -356,8 +355,7 @@ def begin_communicator_warmup(device: torch.device) -> Future[float]:
     messages: create `DataParallel` only afterwards.
     """
 
-    def connect() -> float:
-        started_s = monotonic_s()
+    def connect() -> None:
         # On a separate stream, so that it does not wait for the construction of the model.
         stream = None
         if device.type == "cuda":
@@ -374,7 +372,6 @@ def begin_communicator_warmup(device: torch.device) -> Future[float]:
                 )
             if stream is not None:
                 stream.synchronize()
-        return monotonic_s() - started_s
 
     return start_thread(connect)
 

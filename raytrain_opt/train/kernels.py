@@ -70,16 +70,12 @@ def autocast_dtype(precision: Precision, device: torch.device) -> torch.dtype | 
     return _AMP_DTYPE.get(precision)
 
 
-def choose_kernels(precision: Precision, device: torch.device) -> list[str]:
-    """Let a GPU use TF32, unless `fp32_strict`, and measure cuDNN's algorithms for each shape.
-
-    Returns what was chosen, in words; on CPU nothing.
-    """
+def choose_kernels(precision: Precision, device: torch.device) -> None:
+    """Let a GPU use TF32, unless `fp32_strict`, and measure cuDNN's algorithms for each shape."""
     if device.type != "cuda":
-        return []
+        return
     allow_tf32 = precision != "fp32_strict"
     # Not `fp32_precision`: with it, Inductor of torch 2.11 to 2.14 fails to read the precision.
     torch.set_float32_matmul_precision("high" if allow_tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = allow_tf32
     torch.backends.cudnn.benchmark = True
-    return ["TF32" if allow_tf32 else "no TF32", "cuDNN autotuning"]

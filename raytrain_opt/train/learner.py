@@ -77,7 +77,7 @@ class Learner:
         distribute: Callable[[nn.Module, ParallelSection], Parallel] = Parallel,
     ) -> None:
         self.config, self.device = config, device
-        self.kernels = choose_kernels(config.precision, device)
+        choose_kernels(config.precision, device)
         self._autocast_dtype = autocast_dtype(config.precision, device)
         self.data: TrainingData = open_data(
             config.data,

@@ -68,7 +68,6 @@ def epoch_line(epoch: int, **changes: Any) -> dict[str, Any]:
     """Return an epoch of 0.2 s pre-training and 1.2 s main training, 0.02 s of it waiting."""
     parts = {
         "pretrain_s": 0.2,
-        "longest_slot_s": 0.18,
         "take_state_s": 0.05,
         "main_train_s": 1.2,
         "main_compute_s": 1.0,

@@ -371,11 +371,11 @@ def test_of_two_that_resume_a_run_at_once_one_gets_it(run: RunPaths, s3: S3Serve
 
 
 @pytest.mark.parametrize("status", ["cut", "500 Lost"])
-def test_a_takeover_whose_answer_is_lost_is_our_own(
-    run: RunPaths, s3: S3Server, status: str
+@pytest.mark.parametrize("name", ["lease/000001", "index.json"])
+def test_a_name_whose_answer_is_lost_is_our_own(
+    run: RunPaths, s3: S3Server, status: str, name: str
 ) -> None:
-    begin(run)
-    resumed = RunPaths.existing(run.shown)
+    """Of a process that begins a run, and of one that takes it over."""
 
     def lose_answer(request: Request) -> tuple[str, bytes] | None:
         s3.pass_on(request)
@@ -385,11 +385,15 @@ def test_a_takeover_whose_answer_is_lost_is_our_own(
         request.size = 0
         return status, b""
 
-    s3.applies_to = lambda request: request.method == "PUT" and "index.json" in request.path
+    s3.applies_to = lambda request: request.method == "PUT" and name in request.path
     s3.faults.append(lose_answer)
+    run.begin()
+    begin(run)
+    resumed = RunPaths.existing(run.shown)
     write_text(resumed.job, "job")
     resumed.publish()
     assert storage.read(run.shown, "job.yaml") == b"job"
+    assert not s3.faults
 
 
 @pytest.mark.parametrize("name", ["epochs.jsonl", "checkpoints/index.json"])

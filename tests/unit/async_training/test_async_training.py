@@ -181,7 +181,7 @@ def test_with_staleness_every_micro_batch_counts_once(
     numbers = server.pushed
     assert sorted(numbers) == list(range(len(LRS) * WORKERS))
     assert server.scheduler.totals.samples == len(LRS) * 48
-    assert sum(report.micro_batches for report in reports) == len(numbers)
+    assert sum(report.buffers.batches for report in reports) == len(numbers)
     assert server.scheduler.finished
     assert bound is None or server.scheduler.staleness.max <= bound
     assert [shard.version for shard in server.shards] == [len(numbers)] * 2
@@ -239,12 +239,12 @@ def test_a_worker_that_stops_does_not_stop_the_others(digits: DatasetArrays) -> 
     report = trainers[1].train(phase, LocalClient(server, 1), lambda *p: progress.append(p))
     numbers = server.pushed
     # The fraction is that of the phase, of which the worker that stopped has done a part.
-    assert [count for count, _ in progress] == list(range(report.micro_batches))
+    assert [count for count, _ in progress] == list(range(report.buffers.batches))
     assert [count / total for count, total in progress[1:]] == pytest.approx(
         [min(n / phase.size, 1.0) for n in numbers[3:]], abs=0.1
     )
     assert sorted(numbers) == list(range(len(LRS) * WORKERS))
-    assert report.micro_batches == len(numbers) - 2  # of the one that stopped
+    assert report.buffers.batches == len(numbers) - 2  # of the one that stopped
     assert threading.active_count() < threads + 20
 
 

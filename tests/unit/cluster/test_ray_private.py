@@ -21,25 +21,20 @@ from raytrain_opt.cluster import ray_private
 
 
 @pytest.mark.parametrize(
-    ("replace", "owner", "name", "user"),
+    ("owner", "name", "user"),
     [
-        (ray_private.loopback_only, ray_constants, "ENABLE_RAY_CLUSTER", services),
-        (ray_private.without_api_server, Node, "start_api_server", Node),
-        (lambda: ray_private.wait_for_local_node(0), services, "get_node", Node.__init__),
-        (ray_private.in_own_process_groups, services, "ConsolePopen", services.start_ray_process),
-        (
-            lambda: ray_private.start_processes_with("/folder/program.py"),
-            ray_constants,
-            "SETUP_WORKER_FILENAME",
-            node,
-        ),
+        (ray_constants, "ENABLE_RAY_CLUSTER", services),
+        (Node, "start_api_server", Node),
+        (services, "get_node", Node.__init__),
+        (services, "ConsolePopen", services.start_ray_process),
+        (ray_constants, "SETUP_WORKER_FILENAME", node),
     ],
 )
 def test_what_is_replaced_while_ray_starts_exists_is_used_and_is_put_back(
-    replace: Any, owner: Any, name: str, user: Any
+    owner: Any, name: str, user: Any
 ) -> None:
     before = getattr(owner, name)
-    with replace():
+    with ray_private.as_local_node(0), ray_private.start_processes_with("/folder/program.py"):
         assert getattr(owner, name) != before
     assert getattr(owner, name) == before
     assert name in inspect.getsource(user)
@@ -57,15 +52,15 @@ def test_the_start_of_the_local_node_is_waited_for_longer_than_ray_does(
         return address
 
     monkeypatch.setattr(services, "get_node", registers_at_the_third_call)
-    with ray_private.wait_for_local_node(60):
+    with ray_private.as_local_node(60):
         assert services.get_node("address", "node") == "address"
     calls.clear()
-    with ray_private.wait_for_local_node(0), pytest.raises(RuntimeError, match="no such node"):
+    with ray_private.as_local_node(0), pytest.raises(RuntimeError, match="no such node"):
         services.get_node("address", "node")
 
 
 def test_rays_own_processes_get_a_process_group_of_their_own() -> None:
-    with ray_private.in_own_process_groups():
+    with ray_private.as_local_node(0):
         process = services.ConsolePopen(["sleep", "60"])
     try:
         assert os.getpgid(process.pid) == process.pid != os.getpgid(0)

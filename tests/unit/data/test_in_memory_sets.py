@@ -47,22 +47,10 @@ def test_digits_are_split_by_class_and_always_the_same_way() -> None:
     assert not any(x.tobytes() in rows for x in arrays.test_x)
 
 
-@pytest.mark.parametrize(
-    ("name", "folder"),
-    [
-        ("mnist", "MNIST/raw"),
-        ("fashion_mnist", "FashionMNIST/raw"),
-        ("cifar10", "cifar-10-batches-py"),
-        ("cifar100", "cifar-100-python"),
-    ],
-)
-def test_a_missing_set_names_its_folder_and_the_remedy(
-    tmp_path: Path, name: str, folder: str
-) -> None:
-    with pytest.raises(DataError) as caught:
-        load_array_set(ArraySetData(name=name, root=str(tmp_path)))
-    assert str(tmp_path / folder) in str(caught.value)
-    assert "data.download: true" in str(caught.value)
+def test_a_missing_set_names_its_folder_and_the_remedy(tmp_path: Path) -> None:
+    rule = rf"{tmp_path}/cifar-10-batches-py .*data\.download: true"
+    with pytest.raises(DataError, match=rule):
+        load_array_set(ArraySetData(name="cifar10", root=str(tmp_path)))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -142,12 +130,6 @@ def test_labels_of_any_integer_type_and_with_a_second_axis_are_read(
     arrays = load_arrays(save_arrays(tmp_path, train_y=y))
     np.testing.assert_array_equal(arrays.train_y, Y)
     assert arrays.train_y.dtype == np.int64
-
-
-def test_images_and_floats_cannot_be_mixed(tmp_path: Path) -> None:
-    message = r"data\.test\.0: .*float64 \(2, 3, 3\).*uint8 \(2, 3, 3\); both must be the same"
-    with pytest.raises(DataError, match=message):
-        load_arrays(save_arrays(tmp_path, test_x=X.astype(float)))
 
 
 def raw(content: bytes) -> Callable[[Path], None]:

@@ -7,7 +7,6 @@ import pytest
 
 from raytrain_opt.config.data import HoldOut
 from raytrain_opt.data import sampling
-from raytrain_opt.data.sampling import Purpose
 from raytrain_opt.errors import DataError
 
 
@@ -106,17 +105,3 @@ def test_draws_differ_by_seed_epoch_and_step(other: tuple[int, int, int]) -> Non
     )
     assert not np.array_equal(first.top, second.top)
     assert not np.array_equal(first.flip, second.flip)
-
-
-def test_sample_seeds_fit_32_bits_and_differ() -> None:
-    keys = [
-        (seed, purpose, epoch, index)
-        for seed in (0, 1)
-        for purpose in (Purpose.TRAIN_SAMPLE, Purpose.TEST_SAMPLE)
-        for epoch in range(3)
-        for index in range(50)
-    ]
-    seeds = [sampling.sample_seed(*key) for key in keys]
-    assert len(set(seeds)) == len(seeds)
-    assert all(0 <= seed < 2**32 for seed in seeds)
-    assert seeds == [sampling.sample_seed(*key) for key in keys]

@@ -343,6 +343,33 @@ def test_a_run_that_is_killed_in_its_epochs_repeats_no_more_than_an_interval(
     assert outcome(tmp_path) == uninterrupted.outcome
 
 
+def test_a_search_on_workers_that_is_killed_trains_no_candidate_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process is killed when it would train its second candidate."""
+    section = JOBS["stpt_horizon"]["learning_rate"] | {"search_on": "workers"}
+    changes = JOBS["stpt_horizon"] | {"learning_rate": section}
+    job = tiny_job(tmp_path, **changes, checkpoint={"every": 1})
+    execute(job, whole := tmp_path / "whole")
+    trained, command = list[tuple[float, int]](), InProcessPool.command
+
+    def train_one(pool: InProcessPool, asked: Command, expected: Any = None) -> dict[int, Any]:
+        if isinstance(asked, Pretrain):
+            if len(trained) > len(before):
+                raise Killed
+            trained.extend((c.lr, asked.plan.pretrain_steps) for c in asked.plan.candidates)
+        return command(pool, asked, expected)
+
+    monkeypatch.setattr(InProcessPool, "command", train_one)
+    for _ in range(50):
+        before = list(trained)
+        if execute(job, resumed := tmp_path / "resumed").finished:
+            break
+    rounds = outcome(whole)["rounds"]
+    assert len(trained) == sum(len(line["candidates"]) for line in rounds) > len(rounds) > 1
+    assert outcome(resumed) == outcome(whole)
+
+
 @pytest.mark.parametrize("name", ["stpt", "schedule"])
 def test_workers_may_grow_before_each_part_of_the_main_training(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

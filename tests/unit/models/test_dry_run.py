@@ -44,13 +44,6 @@ def test_a_wrong_output_is_named_with_the_fields_to_change(model: nn.Module, mes
         check_output(model, SAMPLES, 10)
 
 
-def test_samples_may_be_integers() -> None:
-    tokens: Any = nn.Sequential(nn.Embedding(5, 2), nn.Flatten(), nn.Linear(14, 4))
-    check_output(tokens, torch.zeros(2, 7, dtype=torch.int64), 4)
-    with pytest.raises(DataError, match="cannot process"):
-        check_output(tokens, torch.zeros(2, 7), 4)
-
-
 class Changes(nn.Module):
     """A network that a call changes in every way."""
 

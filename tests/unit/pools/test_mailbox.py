@@ -62,8 +62,8 @@ async def reply(box: Mailbox, sender: Resident, number: int, value: Any) -> None
     await box.receive([Reply(sender.sender, number, value, failed)])
 
 
-async def report(box: Mailbox, sender: Resident, number: int, progress: Progress | None) -> bool:
-    return await box.receive([Report(sender.sender, number, progress)])
+async def report(box: Mailbox, sender: Resident, number: int, progress: Progress | None) -> None:
+    await box.receive([Report(sender.sender, number, progress)])
 
 
 async def post(box: Mailbox, pool: str, number: int) -> int:
@@ -157,20 +157,6 @@ def test_a_command_whose_replies_the_driver_has_is_over_for_who_is_restarted() -
         assert await box.join([resident(0, pid=4)]) == (2, False)
 
     play(scene)
-
-
-def test_a_resident_at_work_learns_that_its_pool_is_closed() -> None:
-    async def scene(box: Mailbox) -> list[bool]:
-        await join(box, resident(0))
-        await post(box, "slot", 1)
-        told = [await report(box, resident(0), 1, None)]
-        await box.post("worker", 1, Close())
-        told.append(await report(box, resident(0), 1, None))
-        await box.post("slot", 2, Close())
-        assert (await box.status("slot")).progress is None
-        return [*told, await report(box, resident(0), 1, Progress(1, 9))]
-
-    assert play(scene) == [False, False, True]
 
 
 def test_who_joins_a_new_group_was_not_restarted_and_all_of_it_confirm() -> None:
@@ -287,13 +273,11 @@ def test_the_first_rank_speaks_for_its_group() -> None:
         number = await post(box, "worker", 1)
         await box.receive([Report(w.sender, number, Progress(w.index, 9)) for w in group])
         assert (await box.status("worker")).progress == Progress(0, 9)
-        assert not await box.receive([Report(group[0].sender, number, None)])
         replies = [Reply(w.sender, number, w.index) for w in group]
         spoken = await waiting(box.exchange("worker", number, replies))
         assert await box.collect("worker", number, [0, 1]) == {0: 0, 1: 1}
         await box.post("worker", number + 1, Close())
         assert await spoken == (number + 1, Close())
-        assert await box.receive([Report(group[0].sender, number, None)])
 
     play(scene)
 

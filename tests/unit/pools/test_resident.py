@@ -62,11 +62,10 @@ class FakeMailbox:
         assert {reply.number for reply in replies} == {self.number}
         return self._next()
 
-    def send(self, messages: list[Reply | Report]) -> bool:
+    def send(self, messages: list[Reply | Report]) -> None:
         self.reports += [message.progress for message in messages if isinstance(message, Report)]
         self._take([message for message in messages if isinstance(message, Reply)])
         self.on_send()
-        return False
 
     def _take(self, replies: list[Reply]) -> None:
         self.replies += [pickle.loads(reply.value) for reply in replies]
@@ -76,24 +75,17 @@ class FakeMailbox:
         return self.number, self.commands.popleft() if self.commands else Close()
 
 
-class Closed(FakeMailbox):
-    """A mailbox whose pool is closed while a command is executed."""
-
-    def send(self, messages: list[Any]) -> bool:
-        return True
-
-
 class Dead(FakeMailbox):
     """A mailbox whose process dies while a command is executed."""
 
-    def send(self, messages: list[Any]) -> bool:
+    def send(self, messages: list[Any]) -> None:
         raise ray.exceptions.ActorDiedError
 
 
 class Unavailable(FakeMailbox):
     """A mailbox that cannot be reached for a while, and not even Ray's retries help."""
 
-    def send(self, messages: list[Any]) -> bool:
+    def send(self, messages: list[Any]) -> None:
         super().send(messages)
         raise ray.exceptions.ActorUnavailableError("cut", None)
 
@@ -125,7 +117,7 @@ def run(
 ) -> FakeMailbox:
     mailbox = mailbox or FakeMailbox(deque(commands))
     resident = Resident("worker", 0, "node", 1, "log")
-    CommandLoop(mailbox, resident, 60.0).run(echo)  # type: ignore[arg-type]
+    CommandLoop(mailbox, resident).run(echo)  # type: ignore[arg-type]
     return mailbox
 
 
@@ -190,17 +182,19 @@ def test_a_lost_state_is_a_reply() -> None:
     assert isinstance(reply, StateLost)
 
 
-@pytest.mark.parametrize("kind", [Closed, Dead])
-def test_a_resident_leaves_in_the_middle_of_a_command_when_the_pool_is_closed(
-    kind: type[FakeMailbox],
+def test_a_resident_whose_mailbox_has_died_ends_its_process_in_the_middle_of_a_command(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Or when the mailbox has died."""
+    codes: list[int] = []
+    monkeypatch.setattr("os._exit", codes.append)
 
     def act(_: Command, on_step: OnStep) -> None:
-        for done in range(10**9):
-            on_step(done, 10**9)
+        while not codes:
+            on_step(0, 1)
+            time.sleep(0.001)
 
-    assert run(Echo(act), mailbox=kind(deque([EVALUATE]))).replies == []
+    run(Echo(act), mailbox=Dead(deque([EVALUATE])))
+    assert set(codes) == {1}
 
 
 def test_a_mailbox_that_cannot_be_reached_has_not_died() -> None:
@@ -290,7 +284,7 @@ def live(
     def run_rank(rank: int) -> None:
         resident = Resident("worker", rank, "node", rank, "log")
         member = group.member(rank)
-        loop = CommandLoop(mailboxes[rank], resident, 60.0, grace_s, member, (), no_progress_s)
+        loop = CommandLoop(mailboxes[rank], resident, grace_s, member, (), no_progress_s)
         loop.run(make_echo(rank))
 
     with ThreadPoolExecutor(group.size) as pool:
