@@ -230,14 +230,6 @@ def test_validate_says_what_training_and_search_cost(tmp_path: Path) -> None:
         assert cost in output if cost else "search  " not in output
 
 
-def test_the_summary_of_a_job_with_a_time_limit_names_the_time(tmp_path: Path) -> None:
-    file = tmp_path / "job.yaml"
-    file.write_text("model: resnet8\ndata: digits\ntrain_for: 90s\nglobal_batch_size: 8\n")
-    output = invoke("validate", str(file)).stdout
-    assert re.search("training +90 s, precision", output)
-    assert "None" not in output
-
-
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

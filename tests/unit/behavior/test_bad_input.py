@@ -19,22 +19,11 @@ pytestmark = pytest.mark.usefixtures("no_ray")
 STPT = "learning_rate: {policy: stpt, "
 
 
-# Lines that replace or join those of the good job, the path of the problem, words of the message;
-# all that the schema refuses is in tests/unit/config/test_broken_jobs.py.
-SCHEMA = [
-    ("epoch: 3", "epoch", "did you mean 'epochs'?"),
-    ("workers: {count: 3}", "global_batch_size", "does not split evenly over 3 workers"),
-]
-
-
-@pytest.mark.parametrize(("line", "path", "words"), SCHEMA)
-def test_errors_that_the_schema_finds(tmp_path: Path, line: str, path: str, words: str) -> None:
-    file = write_job(tmp_path, line)
+def test_errors_that_the_schema_finds(tmp_path: Path) -> None:
+    """All of them are in tests/unit/config/test_broken_jobs.py."""
+    file = write_job(tmp_path, "epoch: 3")
     message = command_error("run", file)
-    head, problem = message.split("\n")
-    assert head == f"{file}: 1 problem"
-    assert problem.startswith(f"  {path}: ")
-    assert words in problem
+    assert message.startswith(f"{file}: 1 problem\n  epoch: ")
     assert command_error("validate", file) == command_error("find-batch-size", file) == message
     overridden = command_error("run", write_job(tmp_path), "--set", "epochs=0")
     assert overridden.endswith(": 1 problem\n  epochs: must be greater than 0 (given: 0)")

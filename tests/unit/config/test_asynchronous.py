@@ -29,11 +29,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "belongs to parallel.mode",
     ),
     (
-        {"parallel": {**ASYNC, "staleness_bound": -1}},
-        "parallel.staleness_bound",
-        "greater than or equal to 0",
-    ),
-    (
         {"parallel": {**ASYNC, "micro_batches": 3}, "workers": {"count": 2}},
         "parallel.micro_batches",
         "multiple of workers.count",
@@ -43,7 +38,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "parallel.micro_batches",
         "set workers.count",
     ),
-    ({"parallel": {"mode": "asynchronous"}}, "parallel.mode", "must be 'sync' or 'async'"),
     ({"parallel": {"staleness_bound": 2}}, "parallel.staleness_bound", "parallel.mode: async"),
 ]
 
