@@ -20,13 +20,17 @@ def tiles(run: RunRecords) -> list[tuple[str, str, str]]:
     """Return name, value and remark of each main number."""
     metric, best = run.metric, best_epoch(run.epochs)
     evaluated = [epoch.test_metric for epoch in run.epochs if epoch.metric is not None]
+    test = metric.text(evaluated[-1] if evaluated else None)
     remark = f"best {metric.text(best.test_metric)} in epoch {best.epoch}" if best else ""
+    if run.result is not None and run.result.final_set and best:  # the epochs' is a set of its own
+        test = metric.text(run.result.final_set[metric.name])
+        remark = f"once, after epoch {best.epoch}, which had {metric.text(best.test_metric)} on val"
     speeds = [epoch.samples_per_s for epoch in run.epochs if epoch.samples_per_s]
     speed = count(median(speeds) if speeds else None)
     cost = run.result.search.fraction_of_training if run.result else None
     workers, batch_size = run.workers, run.global_batch_size
     return [
-        (f"Test {metric.name}", metric.text(evaluated[-1] if evaluated else None), remark),
+        (f"Test {metric.name}", test, remark),
         ("Time", duration(run.wall_s), "since the start of the command"),
         ("Speed", f"{speed} /s", "samples, median over epochs"),
         ("Global batch size", count(batch_size), f"{workers} workers × {batch_size // workers}"),

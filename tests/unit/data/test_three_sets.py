@@ -12,6 +12,8 @@ import pytest
 from raytrain_opt import load_model, run
 from raytrain_opt.config.data import ImageFolderData
 from raytrain_opt.data.image_folder import ImageFolderSource
+from raytrain_opt.report.run_reader import read_run
+from raytrain_opt.report.summary import tiles
 from tests.support.small_jobs import read_lines, small_job
 
 
@@ -83,6 +85,10 @@ def test_the_best_epoch_is_looked_at_once_and_mistakes_name_their_files(
     hits = sum(name == file.parent.name for name, file in zip(names, files, strict=True))
     assert result.summary["final_set"]["accuracy"] == pytest.approx(hits / 6)
     assert len(read_lines(result.run_dir, "epochs")) == 3
+    [tile, *_] = tiles(read_run(result.run_dir))
+    assert tile[0] == "Test accuracy"
+    assert tile[1] == f"{100 * hits / 6:.2f} %"
+    assert tile[2].startswith(f"once, after epoch {result.best_epoch}, which had ")
 
     record = json.loads((Path(result.run_dir) / "predictions.json").read_text())
     last = load_model(result.run_dir)
