@@ -67,6 +67,7 @@ class RunPaths:
         self.ending = local / ENDING
         self.rounds, self.epochs = local / "rounds.jsonl", local / "epochs.jsonl"
         self.schedule, self.events = local / "schedule.jsonl", local / "events.jsonl"
+        self.timeline = local / "timeline.jsonl"
         self.batch_sizes, self.batch_size = local / "batch_size.jsonl", local / "batch_size.json"
         self.predictions = local / "predictions.json"
         self.tensorboard, self.checkpoints = local / "tensorboard", local / "checkpoints"
@@ -178,7 +179,7 @@ class RunPaths:
 
         Raises StorageError.
         """
-        records = (self.rounds, self.epochs, self.schedule, self.events)
+        records = (self.rounds, self.epochs, self.schedule, self.events, self.timeline)
         for path in (*filter(Path.exists, records), self.local, self.local.parent):
             try:
                 sync(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 
@@ -128,7 +129,7 @@ class TrainingRun:
         left = action.candidates[len(results) :]
         # Workers train one after the other; a winner's state is kept for one command.
         one_by_one = self.pools.slots is None and not action.keeps_winner
-        with self._epoch.stopwatch.measure("pretrain_s"):
+        with self._measure("pretrain"):
             for part in [(candidate,) for candidate in left] if one_by_one else [left]:
                 results += train_candidates(pool, state, replace(action, candidates=part))
                 self._epoch.keep_results(action, results)
@@ -147,7 +148,7 @@ class TrainingRun:
             self._write_round(action, decision)
             self.terminal.note(f"epoch {action.epoch}: {decision.reason}")
             return state
-        with self._epoch.stopwatch.measure("take_state_s"):
+        with self._measure("take_state"):
             kept = fetch_candidate_state(self._candidate_pool(), state, action, winner)
             self.pools.states.keep(kept)
         # Search cost: samples trained beyond those that remain in the weights. The winner's kept
@@ -193,7 +194,7 @@ class TrainingRun:
             self.pools.workers.grow()
             until = self.checkpoints.interval.limit(len(left.lrs))
             command = MainTrain(state, action.epoch, left, until)
-            with self._epoch.stopwatch.measure("main_train_s"):
+            with self._measure("main_train"):
                 outcome = self.pools.main_training.train(command, is_due=self._must_save)
             self._add_main_training(command, outcome)
             state, left = outcome.state, left.after(outcome.totals.steps)
@@ -219,7 +220,7 @@ class TrainingRun:
     def _score(self, state: StateRef, split: Split) -> EvalTotals:
         """Evaluate a split; a signal meanwhile saves the state."""
         try:
-            with self._epoch.stopwatch.measure("evaluate_s"):
+            with self._measure("evaluate"):
                 return self.pools.main_training.evaluate(state, split)
         except KeyboardInterrupt:
             self._save_step(state)
@@ -312,6 +313,9 @@ class TrainingRun:
         self.recorder.close()
 
     # Details of the moves.
+
+    def _measure(self, phase: str) -> AbstractContextManager[None]:
+        return self.event_log.measure(self.progress.next_epoch, phase, self._epoch.stopwatch)
 
     @property
     def _may_start_again(self) -> bool:
@@ -431,7 +435,7 @@ class TrainingRun:
         """Begin to save a state; in place of a ruined one the initial one, which follows it."""
         tensors = self._initial if is_ruined else self.pools.states.get(state)
         assert tensors is not None
-        with self._epoch.stopwatch.measure("checkpoint_wait_s"):
+        with self._measure("checkpoint_wait"):
             self.wait_for_checkpoint()
             self.checkpoints.save(tensors, self.progress, score)
 

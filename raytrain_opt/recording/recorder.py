@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import time
 from typing import TypeVar
 
-from raytrain_opt.clock import monotonic_s, utc_now
+from raytrain_opt.clock import Stopwatch, monotonic_s, utc_now
 from raytrain_opt.errors import RaytrainOptError, StorageError, printable
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.recording.predictions import PredictionsRecord
@@ -23,6 +23,7 @@ from raytrain_opt.recording.reader import parse_lines, read_lines, read_raw_line
 from raytrain_opt.recording.records import (
     EpochRecord,
     Event,
+    Phase,
     Record,
     ResultRecord,
     RoundRecord,
@@ -79,6 +80,10 @@ class Recorder:
     def add_events(self, events: Sequence[Event]) -> None:
         """Write lines of events.jsonl. A resumed run keeps all of them: they are its history."""
         self._append(self.paths.events, events)
+
+    def phase(self, record: Phase) -> None:
+        """Write a line of timeline.jsonl. A resumed run keeps all of them, as the events."""
+        self._append(self.paths.timeline, [record])
 
     def schedule(self, record: ScheduleRecord) -> None:
         """Write a line of schedule.jsonl."""
@@ -147,16 +152,17 @@ def check_records(paths: RunPaths, rounds: int, epochs: int) -> dict[Path, Seque
     read.
     """
     run_dir = str(paths.local)
-    events = read_raw_lines(run_dir, paths.events.name)
-    parse_lines(events, str(paths.events), Event)
-    kept: dict[Path, Sequence[bytes]] = {paths.events: events}
-    for path, kind, count in (
+    kept: dict[Path, Sequence[bytes]] = {}
+    records: list[tuple[Path, type[Record], int | None]] = [
+        (paths.events, Event, None),
+        (paths.timeline, Phase, None),
         (paths.rounds, RoundRecord, rounds),
         (paths.epochs, EpochRecord, epochs),
         (paths.schedule, ScheduleRecord, epochs),
-    ):
+    ]
+    for path, kind, count in records:
         lines = read_raw_lines(run_dir, path.name)[:count]
-        parse_lines(lines, str(path), kind, count)
+        parse_lines(lines, str(path), kind, count or 0)
         kept[path] = lines
     return kept
 
@@ -230,6 +236,16 @@ class EventLog:
     def elapsed_s(self) -> float:
         """Return the seconds of the run until now, of all its executions."""
         return monotonic_s() - self._run_start_s
+
+    @contextmanager
+    def measure(self, epoch: int, phase: str, stopwatch: Stopwatch) -> Iterator[None]:
+        """Record the block as a phase of the epoch, and add its duration to a stopwatch."""
+        start_s = self.elapsed_s()
+        with stopwatch.measure(f"{phase}_s"):
+            yield
+        duration_s = self.elapsed_s() - start_s
+        record = Phase(epoch=epoch, phase=phase, start_s=start_s, duration_s=duration_s)
+        self._recorder.phase(record)
 
     def log(self, kind: str, epoch: int, text: str) -> None:
         """Show an event to the user and record it."""

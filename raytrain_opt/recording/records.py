@@ -342,6 +342,20 @@ class ResultRecord(Record):
     hardware: Hardware = Field(description="The machines.")
 
 
+class Phase(Record):
+    """One line of timeline.jsonl: a phase of an epoch, as the driver saw it."""
+
+    epoch: int = Field(description="Epoch, from 1.")
+    phase: str = Field(
+        description=(
+            "`pretrain` (candidates), `take_state` (of the winner), `main_train`, `evaluate`, or "
+            "`checkpoint_wait` (for the one before)."
+        )
+    )
+    start_s: float = Field(description="Start, in seconds of the run.")
+    duration_s: float = Field(description="Duration.")
+
+
 class Event(Record):
     """One line of events.jsonl: a failure, a recovery, a resume, a plan, or an early end."""
 

@@ -22,9 +22,11 @@ def tiles(run: RunRecords) -> list[tuple[str, str, str]]:
     evaluated = [epoch.test_metric for epoch in run.epochs if epoch.metric is not None]
     test = metric.text(evaluated[-1] if evaluated else None)
     remark = f"best {metric.text(best.test_metric)} in epoch {best.epoch}" if best else ""
-    if run.result is not None and run.result.final_set and best:  # the epochs' is a set of its own
+    if run.result is not None and run.result.final_set and best:
         test = metric.text(run.result.final_set[metric.name])
-        remark = f"once, after epoch {best.epoch}, which had {metric.text(best.test_metric)} on val"
+        remark = (
+            f"once, after epoch {best.epoch}, which had {metric.text(best.test_metric)} on val"
+        )
     speeds = [epoch.samples_per_s for epoch in run.epochs if epoch.samples_per_s]
     speed = count(median(speeds) if speeds else None)
     cost = run.result.search.fraction_of_training if run.result else None
