@@ -233,9 +233,8 @@ def test_wrong_metrics_are_refused(metrics: Any, message: str) -> None:
 def test_wrong_metrics_of_a_later_batch_are_refused(metrics: Any, message: str) -> None:
     task, batch = Wrong(), Batch({"x": torch.ones(4, 3), "y": torch.ones(4)}, None)
     task.metrics = metrics
-    data = SimpleNamespace(
-        info=SimpleNamespace(test_size=4), eval_batches=lambda *_: iter([batch])
-    )
+    info = SimpleNamespace(test_size=4, final_size=0, validation_size=0)
+    data = SimpleNamespace(info=info, eval_batches=lambda *_: iter([batch]))
     names, model = ("loss", "error"), nn.Linear(3, 1)
     evaluator = Evaluator(
         model, task, names, cast("Any", data), nullcontext, lambda _: None, nullcontext
