@@ -74,7 +74,8 @@ def test_killed_processes_are_restarted_and_nothing_changes(
 ) -> None:
     """Kill a slot, the winner's slot, and a worker at a random step of a real training.
 
-    The worker after a checkpoint within an epoch, from which the others then continue, too. Nor does a storage change the numbers that refuses requests and loses connections.
+    The worker dies after a checkpoint within an epoch, from which the others continue. A storage
+    that refuses requests and loses connections changes no number either.
     """
     chance = random.Random(seed := random.randrange(10**9))
     print(f"seed of the random kill: {seed}")
@@ -87,7 +88,11 @@ def test_killed_processes_are_restarted_and_nothing_changes(
         {"role": "slot", "index": 1, "epoch": 1, "phase": "pretrain", "step": 3},
         {"role": "slot", "epoch": 2, "phase": "send_candidate_state"},
         {
-            "role": "worker", "epoch": 2, "phase": "main_train", "from_step": kept + every, **killed,
+            "role": "worker",
+            "epoch": 2,
+            "phase": "main_train",
+            "from_step": kept + every,
+            **killed,
         },
     ]
     uri = s3.new_uri()
