@@ -209,6 +209,27 @@ OTHER_DATA = {
         Task("text_gru", "text", 32, 6144, 1024, network=f"{_OTHER}text_gru", width=64),
     )
 }
+# Whole data sets, for a GPU: each training has about 4,700 updates.
+WHOLE = {
+    task.name: task
+    for task in (
+        Task(
+            "cifar100_whole",
+            "cifar100_fine",
+            32,
+            44928,
+            5000,
+            crop=4,
+            batch=128,
+            network="resnet20",
+            width=16,
+            epochs=12,
+        ),
+        Task(
+            "fashion_mnist_whole", "fashion_mnist", 28, 53888, 6000, 1, 2, 128, width=16, epochs=10
+        ),
+    )
+}
 # Too small for a meaningful result: it shows that the benchmark works.
 SYNTHETIC = Task("synthetic", "synthetic", 4, 256, 64, batch=32, width=2)
 

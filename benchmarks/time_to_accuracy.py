@@ -8,8 +8,9 @@ Tasks: subsets of real image sets, small enough for 2 cores (comparison_tasks.py
 describes FOLDER). By default five with a ResNet-8; `--tasks` also names other networks (such as an
 MLP, a VGG without BatchNorm, a vision transformer, a ConvNeXt, a GRU) and other data (labels of
 which 40 % are wrong, few images, rotations, text), and what people bring
-in four lengths each (comparison_kinds.py: texts, a table, segmentation, fine-tuning, ...). The
-same batch, epochs and augmentation for all contenders of a task.
+in four lengths each (comparison_kinds.py: texts, a table, segmentation, fine-tuning, ...), and
+`cifar100_whole` and `fashion_mnist_whole`, which take hours without a GPU. The same batch, epochs
+and augmentation for all contenders of a task.
 With `--optimizer auto`, the default, ours chooses the optimizer and the other rows train with
 momentum SGD 0.9, weight decay 5e-4, unless they are named after another; with an optimizer named,
 all rows train with that one. Fixed schedules train on all training images. What chooses by a
@@ -87,12 +88,13 @@ from benchmarks.comparison_tasks import (
     OTHER_NETWORKS,
     SYNTHETIC,
     TASKS,
+    WHOLE,
 )
 from benchmarks.comparison_units import Cache, Result, Setting, Unit, compute_all, missing
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.recording.recorder import versions
 
-ALL_TASKS = {**TASKS, **OTHER_NETWORKS, **OTHER_DATA, **KINDS, SYNTHETIC.name: SYNTHETIC}
+ALL_TASKS = {**TASKS, **OTHER_NETWORKS, **OTHER_DATA, **KINDS, **WHOLE, SYNTHETIC.name: SYNTHETIC}
 OURS = {"policy": "stpt_horizon"}
 
 

@@ -51,9 +51,10 @@ class ModelSection(NamedSection):
     """The network to train."""
 
     name: NameOrInstance
-    """resnet8, cifar_resnet18, cifar_resnet45, cifar_resnet50, vgg16_bn, vgg16_one_bn (for small
-    images), resnet45 (for large ones), small_cnn, a classification model of torchvision by its
-    name there, or a function of your own as package.module:function; from Python also a module."""
+    """resnet8, resnet20, cifar_resnet18, cifar_resnet45, cifar_resnet50, vgg16_bn, vgg16_one_bn
+    (for small images), resnet45 (for large ones), small_cnn, a classification model of torchvision
+    by its name there, or a function of your own as package.module:function; from Python also a
+    module."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the model's constructor or function."""
     weights: Location | None = None

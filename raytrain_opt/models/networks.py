@@ -140,9 +140,10 @@ def _resnet(
 
 
 _BASIC, _BOTTLENECK = (3, 3), (1, 3, 1)
-# The paper's CIFAR network (section 4.2) with n = 1: 78,042 parameters. Where the shape changes,
-# the shortcut is a projection (the paper's option B).
+# The paper's CIFAR network (section 4.2) with n = 1 and 3: 78,042 and 272,474 parameters. Where
+# the shape changes, the shortcut is a projection (the paper's option B).
 resnet8 = partial(_resnet, "resnet8", _BASIC, (1, 1, 1), width=16)
+resnet20 = partial(_resnet, "resnet20", _BASIC, (3, 3, 3), width=16)
 # Table 1 with a 3x3 stem: 11,173,962 and 23,520,842 parameters.
 cifar_resnet18 = partial(_resnet, "cifar_resnet18", _BASIC, (2, 2, 2, 2), width=64)
 cifar_resnet50 = partial(_resnet, "cifar_resnet50", _BOTTLENECK, (3, 4, 6, 3), width=64)
@@ -250,6 +251,7 @@ BUILTIN_MODELS: dict[str, Callable[..., nn.Module]] = {
     "cifar_resnet45": cifar_resnet45,
     "cifar_resnet50": cifar_resnet50,
     "resnet8": resnet8,
+    "resnet20": resnet20,
     "resnet45": resnet45,
     "small_cnn": small_cnn,
     "vgg16_bn": vgg16_bn,

@@ -76,6 +76,7 @@ def test_convolutions_start_by_hes_rule_and_norms_as_the_identity() -> None:
     ("name", "parameters"),
     [
         ("resnet8", 78_042),
+        ("resnet20", 272_474),
         ("cifar_resnet18", 11_173_962),
         ("cifar_resnet45", 22_403_658),
         ("resnet45", 22_411_338),
