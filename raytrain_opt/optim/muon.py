@@ -18,19 +18,17 @@ This is `torch.optim.Muon`, which takes matrices only. Parameters that are not m
 normalization, embeddings) follow a second rule at a fixed part of the rate: torch's SGD with
 momentum, or AdamW; their weight decay is decoupled too.
 
-Matrices of equal shape are computed together, by few kernels, on a GPU beside those of other
-shapes. In a process group each rank computes (3) and (4) of a part of the matrices only, and the
-results are exchanged, as parts of the update are in ZeRO (Rajbhandari et al. 2020, stage 1); (1),
-(2) and (5) are cheap, and every rank computes them for all.
+Matrices of equal shape are computed together, by few kernels. In a process group each rank
+computes (3) and (4) of a part of the matrices only, and the results are exchanged, as parts of the
+update are in ZeRO (Rajbhandari et al. 2020, stage 1); (1), (2) and (5) are cheap, and every rank
+computes them for all.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cache
-from itertools import chain, cycle, repeat
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal, cast
 
 import torch
@@ -50,7 +48,6 @@ _ITERATIONS, _EPS = 5, 1e-7
 _BETAS, _AUX_EPS = (0.9, 0.95), 1e-8
 # Matrices that are computed together, at most: few kernels, and many batches to share.
 _BATCH = 4
-_STREAMS = 4
 
 
 class Muon(BatchedOptimizer):
@@ -122,31 +119,22 @@ class Muon(BatchedOptimizer):
         torch._foreach_lerp_(buffers, grads, 1 - momentum)
         updates = torch._foreach_lerp(grads, buffers, momentum)
         matrices = [_to_matrix(u, p) for u, p in zip(updates, params, strict=True)]
-        results = self._orthogonalize(
-            [_transpose_tall(matrix, matrix) for matrix in matrices], iteration_dtype(params[0])
-        )
-        for indices in _equal_shapes([matrix.shape for matrix in matrices]):
-            rows, columns = matrices[indices[0]].shape
+        shapes = [matrix.shape for matrix in matrices]
+        results = self._orthogonalize(matrices, iteration_dtype(params[0]))
+        for indices in _equal_shapes(range(len(shapes)), shapes):
+            rows, columns = shapes[indices[0]]
             lr = float(group["lr"]) * math.sqrt(max(1, rows / columns))
-            changes = [_transpose_tall(results[i], matrices[i]) for i in indices]
-            batch = [params[i] for i in indices]
-            changes = [
-                _from_matrix(change, p).to(p.dtype)
-                for change, p in zip(changes, batch, strict=True)
-            ]
-            torch._foreach_add_(batch, changes, alpha=-lr)
+            changes = [_from_matrix(results[i], params[i]).to(params[i].dtype) for i in indices]
+            torch._foreach_add_([params[i] for i in indices], changes, alpha=-lr)
 
     def _orthogonalize(self, matrices: Sequence[Tensor], dtype: torch.dtype) -> dict[int, Tensor]:
         """Return the results of (4), by index; of all matrices, whoever computed them."""
         shapes = [matrix.shape for matrix in matrices]
         owned = split_work(shapes, dist.get_world_size() if self.distributed else 1)
         results: dict[int, Tensor] = {}
-        with _side_streams(matrices[0].device) as streams:
-            own = owned[dist.get_rank() if self.distributed else 0]
-            for indices, stream in zip(own, streams, strict=False):
-                with torch.cuda.stream(stream):
-                    batch = torch.stack([matrices[i] for i in indices]).to(dtype)
-                    results |= zip(indices, orthogonalize(batch), strict=True)
+        for indices in owned[dist.get_rank() if self.distributed else 0]:
+            batch = torch.stack([matrices[i] for i in indices]).to(dtype)
+            results |= zip(indices, orthogonalize(batch), strict=True)
         if self.distributed:
             indices_by_rank = [sorted(chain.from_iterable(batches)) for batches in owned]
             like = matrices[0].new_empty(0, dtype=dtype)
@@ -190,33 +178,13 @@ class Muon(BatchedOptimizer):
 def orthogonalize(matrices: Tensor) -> Tensor:
     """Compute (3) and (4) for matrices of one shape, [n, rows, columns], in their type."""
     a, b, c = _COEFFICIENTS
-    x: Tensor = matrices / matrices.norm(dim=(1, 2), keepdim=True).clamp(min=_EPS)
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if tall else matrices
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=_EPS)
     for _ in range(_ITERATIONS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x
-
-
-@contextmanager
-def _side_streams(device: torch.device) -> Iterator[Iterator[torch.cuda.Stream | None]]:
-    """Yield streams in turn, on which kernels that are too small for a GPU overlap.
-
-    The current stream waits for them at the end. On a CPU there are none.
-    """
-    if device.type != "cuda":
-        yield repeat(None)
-        return
-    current, streams = torch.cuda.current_stream(device), _streams(device)
-    for stream in streams:
-        stream.wait_stream(current)
-    yield cycle(streams)
-    for stream in streams:
-        current.wait_stream(stream)
-
-
-@cache
-def _streams(device: torch.device) -> list[torch.cuda.Stream]:
-    return [torch.cuda.Stream(device) for _ in range(_STREAMS)]  # type: ignore[no-untyped-call]
+    return x.mT if tall else x
 
 
 def orthogonalization_flops(shapes: Iterable[torch.Size]) -> int:
@@ -235,7 +203,7 @@ def split_work(shapes: Sequence[torch.Size], ranks: int) -> list[list[list[int]]
     """
     batches = [
         indices[start : start + _BATCH]
-        for indices in _equal_shapes(shapes)
+        for indices in _equal_shapes(range(len(shapes)), shapes)
         for start in range(0, len(indices), _BATCH)
     ]
     costs = [len(batch) * min(s := shapes[batch[0]]) * s.numel() for batch in batches]
@@ -262,18 +230,12 @@ def _exchange(
     }
 
 
-def _equal_shapes(shapes: Iterable[torch.Size]) -> list[list[int]]:
-    """Return the indices of the shapes in lists, each with those of one shape."""
+def _equal_shapes(indices: Iterable[int], shapes: Sequence[torch.Size]) -> list[list[int]]:
+    """Return the indices in lists, each with those of one shape."""
     by_shape: dict[torch.Size, list[int]] = {}
-    for index, shape in enumerate(shapes):
-        by_shape.setdefault(shape, []).append(index)
+    for index in indices:
+        by_shape.setdefault(shapes[index], []).append(index)
     return list(by_shape.values())
-
-
-def _transpose_tall(tensor: Tensor, matrix: Tensor) -> Tensor:
-    """Return the transpose of `tensor` if `matrix` has more rows than columns."""
-    rows, columns = matrix.shape
-    return tensor.T if rows > columns else tensor
 
 
 def _memory_order(param: Tensor) -> list[int]:
