@@ -82,7 +82,7 @@ from raytrain_opt.train.micro_batches import MicroBatches
 LR, MOMENTUM, WEIGHT_DECAY, SMOOTHING = 1e-3, 0.9, 1e-4, 0.1
 PARTS = ("data", "forward", "backward", "update")
 RIVALS = ("plain", "plain_tuned", "plain_compiled", "timm")
-_STEPS_PER_EPOCH = 16
+_STEPS_PER_EPOCH = 48  # their images fit on the GPU, and a phase takes seconds, as in a training
 _WARM_UP_STEPS = 5
 
 
@@ -435,10 +435,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--quick", action="store_true", help="2 rounds of 0.2 s")
     parser.add_argument("--rounds", type=int, help="blocks of each variant (5)")
-    parser.add_argument("--block-s", type=float, help="seconds of a block (1)")
+    parser.add_argument("--block-s", type=float, help="seconds of a block (3)")
     parser.add_argument("--device", default="cuda", help="cpu: a trial with small images")
     args = parser.parse_args(argv)
-    rounds, block_s = (2, 0.2) if args.quick else (5, 1.0)
+    rounds, block_s = (2, 0.2) if args.quick else (5, 3.0)
     args.rounds, args.block_s = args.rounds or rounds, args.block_s or block_s
     if args.device != "cpu" and not torch.cuda.is_available():
         parser.exit(2, "gpu_train needs an NVIDIA GPU, torch sees none (--device cpu: trial)\n")

@@ -68,12 +68,12 @@ class Phase:
         then the losses of a step are added in the order of its micro-batches.
         """
         rows = torch.stack(self.losses) if self.losses else torch.zeros(0, 1)
-        counts = rows.new_tensor([self.samples, self.skipped])
+        samples, skipped = self.samples, self.skipped
         if dist.is_initialized():
-            message = torch.cat([rows.view(-1), counts])
+            counts = [torch.full((1,), n).to(rows) for n in (samples, skipped)]
+            message = torch.cat([rows.view(-1), *counts])
             dist.all_reduce(message)
-            rows, counts = message[:-2].view_as(rows), message[-2:]
-        samples, skipped = map(int, counts.tolist())
+            rows, (samples, skipped) = message[:-2].view_as(rows), map(int, message[-2:].tolist())
         losses = tuple(map(sum, rows.tolist()))
         totals = TrainTotals(
             steps=self.steps,
