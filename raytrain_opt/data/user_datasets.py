@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 from raytrain_opt.config.data import DatasetData
 from raytrain_opt.config.load import resolve_function
@@ -43,7 +43,7 @@ class UserDatasetSource(SampleSource):
         for split in self._datasets:
             self._check_dataset(split)
         self.num_classes = self._resolve_num_classes(section.num_classes)
-        names = getattr(self._datasets["train"], "classes", None)
+        names = getattr(_without_subset(self._datasets["train"]), "classes", None)
         if isinstance(names, Collection) and len(names) == self.num_classes:
             self.class_names = tuple(map(str, names))
         collate = section.collate or getattr(self._datasets["train"], "collate_fn", None)
@@ -162,7 +162,7 @@ class UserDatasetSource(SampleSource):
             raise DataError(self.field, f"{name} is empty")
 
     def _resolve_num_classes(self, num_classes: int | None) -> int:
-        train = self._datasets["train"]
+        train = _without_subset(self._datasets["train"])
         if num_classes is not None:
             return num_classes
         if getattr(train, "num_classes", None) is not None:
@@ -171,7 +171,11 @@ class UserDatasetSource(SampleSource):
             return len(train.classes)
         if not self.has_pairs:
             return 1
-        rule = "has neither num_classes nor classes, so write the number in the job"
+        if isinstance(train, TensorDataset) and not train.tensors[-1].is_floating_point():
+            return int(train.tensors[-1].max()) + 1
+        rule = "has neither num_classes nor classes; give the Dataset one of them, or the job "
+        rule += 'data.num_classes (in Python data={"name": (train, test), "num_classes": 10}); '
+        rule += "without classes, write a task (docs/tasks.md)"
         raise DataError("data.num_classes", f"the train set of {self._name} {rule}")
 
     def _probe(self) -> Sample:
@@ -237,7 +241,8 @@ class UserDatasetSource(SampleSource):
             return operator.index(label)
         except TypeError:
             rule = f"its label is {label!r} ({type(label).__name__})"
-            raise self._error(split, index, f"{rule}; it must be an integer class index") from None
+            rule += "; it must be an integer class index, or the job needs a task (docs/tasks.md)"
+            raise self._error(split, index, rule) from None
 
     def _error(self, split: SourceSplit, index: int, rule: str) -> DataError:
         return DataError("data.name", f"sample {index} of the {split} set of {self._name}: {rule}")
@@ -261,6 +266,13 @@ def _call(
         rule = f"{shown} must return or be (train, test), two torch Datasets"
         raise DataError("data.name", f"{rule}, not {type(pair).__name__}")
     return {"train": pair[0], "test": pair[1]}
+
+
+def _without_subset(dataset: Any) -> Any:
+    """Return the Dataset of which `random_split` made parts."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return dataset
 
 
 def _as_tensor(leaf: Any) -> Any:

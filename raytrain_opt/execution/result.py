@@ -207,7 +207,10 @@ def _best_epoch(record: ResultRecord) -> str:
         return "–"
     text = f"{best.epoch} of {record.epochs}: {best.metric.name} {_metric_text(best)}"
     last = _metric_text(final)
-    return text if last == _metric_text(best) else f"{text} (last {last})"
+    text = text if last == _metric_text(best) else f"{text} (last {last})"
+    shown = () if best.metric.name == "accuracy" else best.test_metrics.items()
+    others = [f"{name} {plain(value)}" for name, value in shown if name != best.metric.name]
+    return ", ".join([text, *others])
 
 
 def _final_set(record: ResultRecord) -> Iterator[tuple[str, str]]:

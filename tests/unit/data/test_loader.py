@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, random_split
 from torchvision.datasets import ImageFolder
 
 from raytrain_opt.config.data import DatasetData, HoldOut, ImageFolderData
@@ -610,6 +610,21 @@ def samples_section(*samples: Any, **fields: Any) -> DatasetData:
 def only_batch(section: DatasetData, channels_last: bool = True) -> Batch:
     with open_section(section, channels_last=channels_last) as data:
         return next(data.eval_batches("test", 0, 1, 100))
+
+
+def test_classes_of_a_part_of_a_tensor_dataset_are_counted() -> None:
+    table = TensorDataset(torch.randn(9, 4), torch.arange(9, dtype=torch.int8) % 3)
+    parts = random_split(table, [6, 3])
+    with open_section(dataset_section(lambda: parts, num_classes=None)) as data:
+        assert data.info.num_classes == 3
+
+
+@pytest.mark.parametrize("values", [Fixed((torch.zeros(2), 0)), TensorDataset(torch.zeros(2, 1))])
+def test_a_dataset_without_a_number_of_classes_says_what_to_write(values: Any) -> None:
+    section = dataset_section(lambda: (values, values), num_classes=None)
+    message = 'num_classes": 10.*without classes, write a task'
+    with pytest.raises(DataError, match=message), open_section(section):
+        pass
 
 
 @pytest.mark.parametrize(
