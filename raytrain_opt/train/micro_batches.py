@@ -79,7 +79,7 @@ class LoadBalance:
 
     def __init__(self, device: torch.device, *, equal: bool) -> None:
         """`equal`: keep equal shares, whatever the speeds."""
-        self._device, self._equal = device, equal
+        self._device, self._equal = device, equal or dist.get_world_size() == 1
         self._timer = step_timer_for(device)
         self.speeds: Sequence[float] = [1.0] * dist.get_world_size()
         self._measured = False

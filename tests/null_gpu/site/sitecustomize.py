@@ -2,8 +2,8 @@
 
 Always: torch does not use cuDNN, which would need the real driver.
 
-With NULL_GPU_NUMBERS=1: kernels compute nothing, so BatchNorm has counted no batch, and
-predictions are no probabilities. Such numbers end a run, as they should. Here they are replaced.
+With NULL_GPU_NUMBERS=1: kernels compute nothing, so predictions are no probabilities. Such numbers
+end a run, as they should. Here they are left out.
 """
 
 from __future__ import annotations
@@ -13,19 +13,7 @@ import os
 import sys
 from importlib.abc import MetaPathFinder
 
-NUMBERS = {
-    "raytrain_opt.train.batch_norm": {
-        "_sum_of_squares": lambda *_: 0.1,
-        "count_tracked_batches": lambda model: dict.fromkeys(
-            (name for name, module in model.named_modules() if _tracks(module)), 5
-        ),
-    },
-    "raytrain_opt.train.evaluation": {"PredictionRecorder.result": lambda *_: None},
-}
-
-
-def _tracks(module):
-    return getattr(module, "num_batches_tracked", None) is not None
+NUMBERS = {"raytrain_opt.train.evaluation": {"PredictionRecorder.result": lambda *_: None}}
 
 
 def _adapt(module):
