@@ -97,6 +97,7 @@ class Instance:
 
     def __repr__(self) -> str:
         first = self.value[0] if isinstance(self.value, tuple) and self.value else self.value
+        first = getattr(first, "dataset", first)  # of a Subset
         return f"{INSTANCE_OF}{type(first).__module__}:{type(first).__qualname__}"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from raytrain_opt.clock import utc_now
+from raytrain_opt.config.section import is_instance
 from raytrain_opt.errors import printable
 from raytrain_opt.recording.predictions import PredictionsRecord
 from raytrain_opt.report.plots import Section, percent, times
@@ -64,7 +65,8 @@ def _lead(run: RunRecords) -> list[str]:
 
 
 def _name(section: Any) -> str:
-    return str(section.get("name", section) if isinstance(section, dict) else section)
+    name = str(section.get("name", section) if isinstance(section, dict) else section)
+    return name.rpartition(":")[2] if is_instance(name) else name
 
 
 def _sections(run: RunRecords) -> list[Section]:

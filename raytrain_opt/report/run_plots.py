@@ -68,7 +68,7 @@ def _metric(run: RunRecords) -> Plot:
         caption += (
             f" and validation {name} of each round's winner. Short lines: candidates, from their "
             f"common initial state to their {name} on the validation split after pre-training "
-            "(as in figure 2 of the STPT paper)"
+            "(as in figure 2 of the STPT paper). Much higher losses are not shown"
         )
 
     def paint(axes: Axes) -> None:
@@ -105,7 +105,12 @@ def _candidate_lines(run: RunRecords, *, winners: bool) -> npt.NDArray[Any]:
             if (candidate is record.chosen) == winners:
                 end = (step + record.pretrain_steps, candidate.val_metric)
                 lines.append([(step, before), end, (nan, nan)])
-    return np.array(lines, float).reshape(-1, 3, 2)
+    array = np.array(lines, float).reshape(-1, 3, 2)
+    ends = array[:, 1, 1]
+    if np.isfinite(ends).any() and not run.metric.higher_is_better:
+        middle = float(np.nanmedian(ends))
+        ends[ends > middle + 0.5 * abs(middle)] = nan  # else the training would be a flat line
+    return array
 
 
 def _main_line(run: RunRecords) -> list[tuple[float, float]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from base64 import b64decode
+from dataclasses import replace
 from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from raytrain_opt.report import write_report
-from raytrain_opt.report.run_plots import learning_rate_plots
+from raytrain_opt.report.run_plots import learning_rate_plots, training_plots
 from raytrain_opt.report.run_reader import read_run
 from tests.support.synthetic_runs import (
     epoch_line,
@@ -253,7 +254,7 @@ def test_a_search_that_decided_nothing_is_not_shown_as_a_choice(tmp_path: Path) 
     assert "chosen peak" not in svg
 
 
-def test_losses_below_zero_are_in_the_plots_of_the_search(
+def test_losses_below_zero_are_plotted_and_much_higher_ones_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A likelihood of continuous values may have such a loss."""
@@ -266,9 +267,15 @@ def test_losses_below_zero_are_in_the_plots_of_the_search(
     monkeypatch.setattr("raytrain_opt.report.run_plots.draw", draw)
     line = race_line(0, "AdamW", 9)
     for candidate, loss in zip(line["candidates"], (-3.0, -2.8, 5.0), strict=True):
-        candidate.update(val_loss=loss)
+        candidate.update(val_loss=loss, val_metric=loss)
+    line["metric"] = {"name": "loss", "higher_is_better": False}
     run_dir = write_run(tmp_path / "run", rounds=False)
     write_lines(run_dir / "rounds.jsonl", [line])
-    learning_rate_plots(read_run(str(run_dir)))
-    validation, _ = painted
+    records = replace(read_run(str(run_dir)), epochs=[])
+    learning_rate_plots(records)
+    training_plots(records)
+    validation, _, metric = painted
     assert sorted(validation.lines[0].get_ydata()) == [-3.0, -2.8]
+    [dots] = (line for line in metric.lines if line.get_marker() == "." and len(line.get_ydata()))
+    ends = [loss for loss in dots.get_ydata() if loss == loss]
+    assert sorted(ends) == [-3.0, -2.8]
