@@ -232,22 +232,29 @@ def evaluate(run_dirs: tuple[str, ...], ensemble: bool, as_json: bool, trust: bo
 
 @main.command()
 @click.argument("run_dir", metavar="RUN")
-@click.argument("images", metavar="IMAGE...", nargs=-1, required=True)
+@click.argument("images", metavar="[IMAGE...]", nargs=-1)
 @_json
 @_trust
 def predict(run_dir: str, images: tuple[str, ...], as_json: bool, trust: bool) -> int:
-    """Print the three most probable classes of images.
+    """Print the three most probable classes of images, or of the test set.
 
-    RUN is a run directory, a URI, or RUN_DIR/checkpoints/NAME; images are files or folders. Ends
-    with 1 if a file is not an image.
+    RUN is a run directory, a URI, or RUN_DIR/checkpoints/NAME; images are files or folders. Of
+    the test set, all samples are predicted, those of a task by its values. Ends with 1 if a file
+    is not an image.
 
     Example: raytrain-opt predict runs/quickstart-* photo.png scans/
     """
-    from raytrain_opt.commands.predict import print_predictions
-    from raytrain_opt.train.trained_model import load_for
+    from raytrain_opt.commands import predict as command
+    from raytrain_opt.commands.evaluate import find_run
+    from raytrain_opt.train.trained_model import load_model
 
-    model = load_for("raytrain-opt predict", run_dir, None, trust)
-    return not print_predictions(model, images, as_json=as_json)
+    if images:
+        model = load_model(run_dir, trust=trust)
+        checkpoint, predictions = model.checkpoint, command.predict(model, images)
+    else:
+        run = find_run(run_dir, trust)
+        checkpoint, predictions = run.weights.reached, command.predict_test_set(run)
+    return not command.print_predictions(checkpoint, predictions, as_json=as_json)
 
 
 @main.command()
@@ -267,13 +274,13 @@ def export(run_dir: str, name: str, output: str | None, trust: bool) -> None:
     Example: raytrain-opt export runs/quickstart-* --format torch_export --output digits.pt2
     """
     from raytrain_opt.commands.export import export as export_model
-    from raytrain_opt.commands.export import first_test_image
-    from raytrain_opt.train.trained_model import load_for
+    from raytrain_opt.commands.export import first_test_samples
+    from raytrain_opt.train.trained_model import load_model
 
-    model = load_for("raytrain-opt export", run_dir, "cpu", trust)
+    model = load_model(run_dir, device="cpu", trust=trust)
     path = output or f"model.{name}"
-    picture = first_test_image(run_dir)
-    outputs, difference = export_model(model, name, path, picture)
+    picture, batches = first_test_samples(run_dir, trust)
+    outputs, difference = export_model(model, name, path, picture, batches)
     error = f"largest relative difference {outputs:.1g}" if outputs else "equal bits"
     _echo(f"{path}: {model.checkpoint}; its outputs match ({error})")
     if difference is not None:

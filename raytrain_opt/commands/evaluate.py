@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -66,7 +66,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class _SavedRun:
+class SavedRun:
     """One argument of the command, found on disk."""
 
     argument: str
@@ -82,7 +82,7 @@ def evaluate_runs(run_dirs: Sequence[str], *, ensemble: bool, trust: bool = Fals
     ensemble have different data, CheckpointError or DataError when checkpoint or data cannot be
     read.
     """
-    runs = [_find_run(run_dir, trust) for run_dir in run_dirs]
+    runs = [find_run(run_dir, trust, "raytrain-opt evaluate") for run_dir in run_dirs]
     predictions = [_predict(run) for run in runs]
     evaluated = tuple(
         error_rates(of_run, run.argument, run.weights.reached)
@@ -104,24 +104,29 @@ def _problem(rule: str, run_dir: str) -> JobError:
     return JobError([Problem("RUN_DIR", rule, repr(run_dir))], "arguments")
 
 
-def _find_run(run_dir: str, trust: bool) -> _SavedRun:
+def find_run(run_dir: str, trust: bool, classifier: str | None = None) -> SavedRun:
+    """Return a run whose job is valid in all that its network needs. Raises JobError.
+
+    classifier: the command, if it needs classification.
+    """
     weights = find_weights(run_dir, "RUN_DIR")
     if not weights.job_file.is_file():
         raise _problem(f"is not a run directory: {weights.job_file} is missing", run_dir)
     job = load_job(weights.job_file)
-    job.task.require_classification("raytrain-opt evaluate")
+    if classifier is not None:
+        job.task.require_classification(classifier)
     if not trust:
         refuse_functions(job.functions, run_dir)
     # The others need not be valid any more: a replayed schedule may be gone.
     problems = check_sections({name: getattr(job, name) for name in _NEEDED})
     if problems:
         raise JobError(problems, str(weights.job_file))
-    return _SavedRun(run_dir, job, weights)
+    return SavedRun(run_dir, job, weights)
 
 
-@torch.no_grad()
-def _predict(run: _SavedRun) -> Predictions:
-    """Return what the run's network predicts for the test split."""
+@contextmanager
+def trained_learner(run: SavedRun) -> Iterator[Learner]:
+    """Yield a learner with the data and the weights of the run, in evaluation mode."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shared, folder = load_shared_data(run.job.data), run.weights.folder
     with closing(Learner(LearnerConfig.from_job(run.job), shared, device)) as learner:
@@ -135,10 +140,16 @@ def _predict(run: _SavedRun) -> Predictions:
             rule = f"the weights do not match the job's model: {error}"
             raise _problem(rule, run.argument) from error
         learner.model.eval()
-        probabilities, labels = [], []
+        with torch.no_grad(), learner.autocast():
+            yield learner
+
+
+def _predict(run: SavedRun) -> Predictions:
+    """Return what the run's network predicts for the test split."""
+    probabilities, labels = [], []
+    with trained_learner(run) as learner:
         for batch in learner.data.eval_batches("test", 0, 1, learner.eval_batch_size):
-            with learner.autocast():
-                output = learner.model(batch.x)
+            output = learner.model(batch.x)
             probabilities.append(output.float().softmax(dim=1).cpu())
             labels.append(batch.y.cpu())
         digest = learner.data.source.digest()

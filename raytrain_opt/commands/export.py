@@ -1,14 +1,15 @@
 """Write the network of a run in a format of other tools, after a check of what it computes.
 
 Every file takes the preprocessed input [batch, *sample_shape] and returns [batch, classes], for
-any size of the batch. It carries the metadata of the checkpoint (class names, preprocessing).
+any size of the batch, and any length of padded samples. It carries the metadata of the checkpoint
+(class names, preprocessing).
 """
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -18,16 +19,19 @@ from PIL import Image, ImageOps
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from raytrain_opt.commands.evaluate import find_run, trained_learner
 from raytrain_opt.config.load import load_job
 from raytrain_opt.data import load_shared_data
+from raytrain_opt.data.nesting import leaves
 from raytrain_opt.data.source import ImageSource
 from raytrain_opt.data.transforms import describe_input
-from raytrain_opt.errors import DataError, JobError, Problem, RaytrainOptError
+from raytrain_opt.errors import JobError, Problem, RaytrainOptError
 from raytrain_opt.storage import local_path, write_bytes
 from raytrain_opt.train.trained_model import TrainedModel, find_weights
 
-# Sizes of the batches of the check: one, and not the one that the network is traced with.
-_BATCH_SIZES = (1, 3)
+# Sizes of the batches of the check: first the one that the network is traced with. Of sixteen
+# padded samples, hardly ever the first is the longest.
+_BATCH_SIZES = (2, 1, 3, 16)
 # Largest difference to the network's outputs, in parts of the largest output: rounding of float32
 # in another order of the same operations.
 _TOLERANCE = 1e-4
@@ -36,26 +40,31 @@ _PIXEL_TOLERANCE = 2.01
 
 Run = Callable[[Tensor], Tensor]
 # Turns a model into the bytes of a file, and these into a function again.
-Convert = Callable[[TrainedModel, Tensor], tuple[bytes, Run]]
+Convert = Callable[[TrainedModel, Sequence[Tensor]], tuple[bytes, Run]]
 
 
 def export(
-    model: TrainedModel, name: str, path: str, picture: bytes | None = None
+    model: TrainedModel,
+    name: str,
+    path: str,
+    picture: bytes | None = None,
+    batches: Sequence[Tensor] = (),
 ) -> tuple[float, float | None]:
     """Write the network as format `name`; return the largest differences that its check measured.
 
     Of outputs, in parts of the largest one; and of the probabilities of a picture prepared as the
     file's metadata say, by another library, to what `predict` says; None for other inputs. `model`
-    is on the CPU. `picture`: an image file; default is one that is made up. Raises JobError when
-    packages for the format are missing, RaytrainOptError when the network cannot be exported or
-    computes something else; then no file is written.
+    is on the CPU. `picture`: an image file; default is one that is made up. `batches`: of
+    `_BATCH_SIZES` samples; default is random numbers. Raises JobError when packages for the format
+    are missing, RaytrainOptError when the network cannot be exported or computes something else;
+    then no file is written.
     """
-    generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(n, *model.sample_shape, generator=generator) for n in (2, *_BATCH_SIZES)]
+    generator, shape = torch.Generator().manual_seed(0), model.sample_shape
+    inputs = batches or [torch.randn(n, *shape, generator=generator) for n in _BATCH_SIZES]
     try:
-        content, exported = FORMATS[name](model, inputs[0])
+        content, exported = FORMATS[name](model, inputs)
         difference = max(_difference(model.network, exported, x) for x in inputs)
-        is_image = model.preprocessing.is_image
+        is_image = model.preprocessing.is_image and model.task.is_classification
         from_file = _file_difference(model, exported, picture) if is_image else None
     except ImportError as error:
         rule = f"needs packages that are not installed: {error}"
@@ -65,7 +74,9 @@ def export(
         if isinstance(error, RaytrainOptError):
             raise
         raise RaytrainOptError(
-            f"this network cannot be exported as {name}: {type(error).__name__}: {error}"
+            f"this network cannot be exported as {name}, called with a tensor "
+            f"{inputs[0].dtype} {list(inputs[0].shape)}: {type(error).__name__}: {error}; "
+            "safetensors holds the weights alone"
         ) from error
     if not difference <= _TOLERANCE:
         raise RaytrainOptError(
@@ -77,17 +88,24 @@ def export(
     return difference, from_file
 
 
-def first_test_image(run: str) -> bytes | None:
-    """Return the first image file of a run's test set; None if this machine has none of it."""
+def first_test_samples(run: str, trust: bool) -> tuple[bytes | None, list[Tensor]]:
+    """Return the first image file of a run's test set, and batches of the user's own Datasets.
+
+    Of batches with several tensors the first one. Nothing of data that are not on this machine.
+    """
     job_file = find_weights(run, "RUN_DIR").job_file
     data = load_job(job_file).data if job_file.is_file() else None
     if data is None or not data.on_nodes:
-        return None
+        return None, []
     try:
+        if trust and data.any_samples:
+            with trained_learner(find_run(run, trust)) as learner:
+                batches = [learner.data.first_samples("test", n) for n in _BATCH_SIZES]
+                return None, [next(leaves(batch.x)).cpu() for batch in batches]
         source = load_shared_data(data)
-        return source.content("test", 0) if isinstance(source, ImageSource) else None
-    except (DataError, OSError, ValueError):  # on another machine, or damaged
-        return None
+        return source.content("test", 0) if isinstance(source, ImageSource) else None, []
+    except (RaytrainOptError, OSError, ValueError):  # on another machine, or damaged
+        return None, []
 
 
 def _file_difference(model: TrainedModel, exported: Run, picture: bytes | None) -> float:
@@ -149,27 +167,32 @@ def _difference(network: nn.Module, exported: Run, x: Tensor) -> float:
     return float((output - expected).abs().max() / expected.abs().max().clamp(min=1e-12))
 
 
-def _torch_export(model: TrainedModel, x: Tensor) -> tuple[bytes, Run]:
-    buffer, batch = io.BytesIO(), torch.export.Dim("batch")
-    program = torch.export.export(model.network, (x,), dynamic_shapes=({0: batch},))
+def _torch_export(model: TrainedModel, inputs: Sequence[Tensor]) -> tuple[bytes, Run]:
+    buffer, shapes = io.BytesIO(), _dynamic_shapes(inputs)
+    program = torch.export.export(model.network, (inputs[0],), dynamic_shapes=shapes)
     metadata = {"metadata.json": _metadata(model)["raytrain_opt"]}
     torch.export.save(program, buffer, extra_files=metadata)
     buffer.seek(0)
     return buffer.getvalue(), torch.export.load(buffer).module()
 
 
-def _onnx(model: TrainedModel, x: Tensor) -> tuple[bytes, Run]:
+def _dynamic_shapes(inputs: Sequence[Tensor]) -> tuple[dict[int, Any]]:
+    """Return that a batch has any size, and padded samples any length that the network takes."""
+    lengths = range(1, inputs[0].dim()) if len({x.shape[1:] for x in inputs}) > 1 else ()
+    return ({0: torch.export.Dim("batch"), **dict.fromkeys(lengths, torch.export.Dim.AUTO)},)
+
+
+def _onnx(model: TrainedModel, inputs: Sequence[Tensor]) -> tuple[bytes, Run]:
     import onnxruntime  # of the check: fail before the export, which takes seconds
 
-    batch = torch.export.Dim("batch")
     program = torch.onnx.export(
         model.network,
-        (x,),
+        (inputs[0],),
         dynamo=True,
         verbose=False,
         input_names=["input"],
         output_names=["output"],
-        dynamic_shapes=({0: batch},),
+        dynamic_shapes=_dynamic_shapes(inputs),
     )
     assert program is not None  # with dynamo=True
     program.model.metadata_props.update(_metadata(model))
@@ -178,7 +201,7 @@ def _onnx(model: TrainedModel, x: Tensor) -> tuple[bytes, Run]:
     return content, lambda x: torch.from_numpy(session.run(None, {"input": x.numpy()})[0])
 
 
-def _safetensors(model: TrainedModel, _: Tensor) -> tuple[bytes, Run]:
+def _safetensors(model: TrainedModel, _: Sequence[Tensor]) -> tuple[bytes, Run]:
     # Copies: the format has no tensors that share memory, as tied weights do.
     state = model.network.state_dict().items()
     tensors = {name: value.clone(memory_format=torch.contiguous_format) for name, value in state}

@@ -11,7 +11,7 @@ from shlex import quote
 from typing import Any
 
 from raytrain_opt.clock import utc_now
-from raytrain_opt.config.section import is_function_name, is_instance
+from raytrain_opt.config.section import is_instance
 from raytrain_opt.execution.callbacks import Callbacks
 from raytrain_opt.execution.checkpoint_writer import CheckpointWriter
 from raytrain_opt.execution.resolve import Resolved
@@ -187,15 +187,14 @@ def _facts(run: TrainingRun, record: ResultRecord, report: str) -> list[tuple[st
 
 def _next_commands(run: TrainingRun, run_dir: str) -> list[str]:
     """Return what can be done with the network of the run."""
-    name, task, preprocessing = run.job.model.name, run.job.task, run.info.preprocessing
-    if is_instance(name):
+    job, preprocessing = run.job, run.info.preprocessing
+    if is_instance(job.model.name):
         return [f"load_model({run_dir!r}, model=…) in Python"]
-    if not task.is_classification:
-        return [f"load_model({run_dir!r}, trust=True) in Python"]
-    arguments = f"{quote(run_dir)}{' --trust' if is_function_name(name) else ''}"
+    arguments = f"{quote(run_dir)}{' --trust' if job.functions else ''}"
     is_image = preprocessing is not None and preprocessing.is_image
-    predict = [f"raytrain-opt predict {arguments} IMAGE..."] if is_image else []
-    return [*predict, f"raytrain-opt export {arguments} --format torch_export"]
+    images = " IMAGE..." if is_image and job.task.is_classification else ""
+    commands = [f"raytrain-opt predict {arguments}{images}"]
+    return [*commands, f"raytrain-opt export {arguments} --format torch_export"]
 
 
 def _best_epoch(record: ResultRecord) -> str:

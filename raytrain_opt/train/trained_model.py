@@ -139,7 +139,8 @@ class TrainedModel(ModelDescription):
         for array in arrays:
             if array.shape != shape or (is_image and array.dtype != np.uint8):
                 kind = "uint8 " if is_image else ""
-                rule = f"must have shape {kind}{shape}, but one has {array.dtype} {array.shape}"
+                rule = f"must have shape {kind}{shape}, but one has {array.dtype} {array.shape}; "
+                rule += "batches of your own collate function go to classify(x)"
                 raise DataError("samples", rule)
         batch = torch.from_numpy(np.stack(arrays)).to(self.device)
         if batch.is_floating_point():
@@ -198,25 +199,11 @@ def load_model(
 
     Warns of damaged later checkpoints. Raises JobError, CheckpointError.
     """
-    return load_for(None, run, device, trust, model)
-
-
-def load_for(
-    command: str | None,
-    run: str | Path,
-    device: str | torch.device | None,
-    trust: bool,
-    model: nn.Module | None = None,
-) -> TrainedModel:
-    """Load as `load_model` does; refuse a task of the user's own if a `command` is given."""
     saved = find_weights(run, "RUN")
     for note in saved.notes:
-        warnings.warn(note, stacklevel=3)
+        warnings.warn(note, stacklevel=2)
     metadata = read_metadata(saved.folder)
     description = read_description(saved.folder, metadata)
-    if command is not None:
-        hint = "in Python, load_model(RUN, trust=True).network is its network"
-        description.task.require_classification(command, hint)
     name = description.model.name
     if model is not None:
         description = replace(description, model=ModelSection(name=model))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from raytrain_opt.data.transforms import describe_input
 from raytrain_opt.errors import CheckpointError, DataError, JobError, RaytrainOptError
 from raytrain_opt.train.trained_model import TrainedModel
 from tests.support.cli_errors import command_error
+from tests.support.documents import example
 from tests.support.small_jobs import small_job
 
 pytestmark = pytest.mark.usefixtures("without_plots")
@@ -232,6 +234,55 @@ def test_exported_files_hold_the_network_and_its_metadata(
     assert json.loads(texts["metadata.json"])["input"]["divide_by"] == 255
 
 
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A run of the documented classifier of texts of unequal length."""
+    folder = tmp_path_factory.mktemp("texts")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        example("own-model-and-data.md", "pad_sequence", folder, monkeypatch, "texts")
+        data = {"name": "texts:make_data", "collate": "texts:pad", "loader_workers": 0}
+        yield trained(folder, model="texts:Classifier", data=data, optimizer="AdamW")
+
+
+def test_without_images_the_test_set_is_predicted(texts: str, photo_run: str) -> None:
+    for run_dir, sample in ((texts, "sample 0"), (photo_run, "val/bright/0.png")):
+        output = invoke("predict", run_dir, "--trust", "--json").stdout
+        predictions = json.loads(output)["predictions"]
+        assert predictions[0]["image"].endswith(sample)
+        wrong = [p for p in predictions if p["label"] != p["classes"][0]["name"]]
+        [evaluated] = evaluate_runs([run_dir], ensemble=False, trust=True).runs
+        assert len(predictions) == evaluated.samples
+        assert len(wrong) / len(predictions) == pytest.approx(evaluated.top1_error)
+        assert invoke("predict", run_dir, "--trust").stdout.startswith(predictions[0]["image"])
+
+
+@pytest.mark.parametrize("name", ["torch_export", "onnx"])
+def test_an_exported_classifier_of_texts_takes_any_length(
+    texts: str, tmp_path: Path, name: str
+) -> None:
+    if name == "onnx":
+        pytest.importorskip("onnxscript")
+        pytest.importorskip("onnxruntime")
+    model, path = load_model(texts, device="cpu", trust=True), str(tmp_path / "model")
+    result = invoke("export", texts, "--trust", "--format", name, "--output", path)
+    assert "its outputs match" in result.output, result.output
+    x = torch.randint(0, 6, [5, 57])
+    if name == "onnx":
+        session = __import__("onnxruntime").InferenceSession(path)
+        output = torch.from_numpy(session.run(None, {"input": x.numpy()})[0])
+    else:
+        output = torch.export.load(path).module()(x)
+    assert torch.allclose(output, model.network(x), atol=1e-4)
+    with pytest.raises(DataError, match="your own collate function go to classify"):
+        model.probabilities([x[0], x[1, :3]])
+
+
+def test_a_network_that_cannot_be_exported_names_its_input(texts: str, tmp_path: Path) -> None:
+    model = load_model(texts, device="cpu", trust=True)  # random numbers are no words
+    with pytest.raises(RaytrainOptError, match=r"called with a tensor torch.float32 \[2, \d+\]"):
+        export(model, "torch_export", str(tmp_path / "model"))
+
+
 def test_onnx(digits: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     onnxruntime = pytest.importorskip("onnxruntime")
@@ -283,7 +334,7 @@ def test_a_network_that_exports_wrongly_writes_no_file(
 ) -> None:
     model = load_model(digits, device="cpu")
 
-    def wrong(model: TrainedModel, _: torch.Tensor) -> tuple[bytes, Run]:
+    def wrong(model: TrainedModel, _: Sequence[torch.Tensor]) -> tuple[bytes, Run]:
         return b"wrong", lambda x: model.network(x) + len(x)
 
     monkeypatch.setitem(FORMATS, "safetensors", wrong)

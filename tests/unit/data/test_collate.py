@@ -158,7 +158,7 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_the_documented_texts_are_searched_trained_and_resumed_bit_for_bit(tmp_path: Path) -> None:
     document = (DOCS / "own-model-and-data.md").read_text(encoding="utf-8")
     _, rest = document.split('collate: "texts:pad"')
-    start = document.index("model: texts:make_model")
+    start = document.index("model: texts:Classifier")
     yaml = document[start : document.index("```", start)]
     assert rest
     stpt = {"policy": "stpt", "initial": 0.5, "candidates": [1.0, 0.3], "alpha": 4}

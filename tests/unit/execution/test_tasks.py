@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from click.testing import CliRunner
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from raytrain_opt import load_model
+from raytrain_opt.cli import main
 from raytrain_opt.commands.evaluate import evaluate_runs
 from raytrain_opt.config.load import load_job
 from raytrain_opt.driver import run
@@ -121,10 +125,19 @@ def test_a_trained_task_has_its_network_but_no_class_probabilities(tmp_path: Pat
     for refused in (lambda: model.classify(x), lambda: evaluate_runs([run_dir], ensemble=False)):
         with pytest.raises(JobError, match="needs task: classification"):
             refused()
-    for command in (("predict", run_dir, "x.png"), ("export", run_dir, "--format", "onnx")):
-        message = command_error(*command)  # without --trust, which would not help
-        assert "needs task: classification" in message
-        assert "load_model(RUN, trust=True).network" in message
+    assert "takes arrays of shape (10,)" in command_error("predict", run_dir, "x.png", "--trust")
+
+
+def test_a_trained_task_predicts_its_test_set_and_is_exported(tmp_path: Path) -> None:
+    result = train("regression", tmp_path)
+    arguments = ("predict", result.run_dir, "--trust", "--json")
+    output = CliRunner().invoke(main, arguments, catch_exceptions=False).stdout
+    errors = [row["absolute_error"] for row in json.loads(output)["predictions"]]
+    assert sum(errors) / len(errors) == pytest.approx(result.test_metric, rel=1e-5)
+    command = ["export", result.run_dir, "--trust", "--format", "torch_export"]
+    path = str(tmp_path / "model")
+    assert CliRunner().invoke(main, [*command, "--output", path]).exit_code == 0
+    assert torch.export.load(path).module()(torch.zeros(5, 10)).shape == (5, 1)
 
 
 @pytest.mark.parametrize(
