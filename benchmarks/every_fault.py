@@ -55,7 +55,7 @@ from torch import nn
 
 from benchmarks.common import run_digest, synthetic_images
 from raytrain_opt import Job, run
-from raytrain_opt.paths import own_runs
+from raytrain_opt.paths import find_runs
 from raytrain_opt.pools import in_process
 from raytrain_opt.pools.commands import Command, Evaluate
 from raytrain_opt.recording import recorder
@@ -261,7 +261,7 @@ def execute(job: Job, watch: Watch) -> int:
 
 def digest_of(folder: Path) -> str:
     """Return a digest of everything of the latest run that must not depend on a fault."""
-    return run_digest(next(own_runs(str(folder), "faults")), RECORDS)
+    return run_digest(find_runs(str(folder))[0].run_dir, RECORDS)
 
 
 @dataclass(frozen=True)

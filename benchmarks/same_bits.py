@@ -195,7 +195,7 @@ def _time_steps(rank: int, workers: int, pairs: int, folder: str) -> None:
     torch.manual_seed(0)
     models = [cifar_resnet18(num_classes=10, sample_shape=(3, 32, 32)) for _ in range(2)]
     tree = DataParallel(models[0], ParallelSection())
-    tree.begin_phase(0, MicroBatches.all(workers), lambda loss: loss)
+    tree.begin_phase(MicroBatches.all(workers))
     plain = DistributedDataParallel(models[1], gradient_as_bucket_view=True)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.01, foreach=True) for m in models]
     x, y = torch.randn(16, 3, 32, 32), torch.randint(10, (16,))

@@ -226,17 +226,11 @@ def newest_unfinished(storage_path: str, name: str) -> str | None:
 
     None when there is none. Raises StorageError when the storage cannot be read.
     """
-    return next(filter(_is_unfinished, own_runs(storage_path, name)), None)
-
-
-def own_runs(storage_path: str, name: str) -> Iterator[str]:
-    """Yield the run directories of this name, newest first; in a folder, none of other users.
-
-    Raises StorageError when the storage cannot be read.
-    """
     for run_dir, job, _ in find_runs(storage_path):
-        if job == name and (is_remote(run_dir) or _is_own(Path(run_dir))):
-            yield run_dir
+        is_own = job == name and (is_remote(run_dir) or _is_own(Path(run_dir)))
+        if is_own and _is_unfinished(run_dir):
+            return run_dir
+    return None
 
 
 def find_runs(storage_path: str) -> list[FoundRun]:

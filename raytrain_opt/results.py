@@ -64,15 +64,6 @@ NO_STEPS = Steps(0, ())
 
 
 @dataclass(frozen=True)
-class GradientNorms:
-    """Squared norms of gradients, for `search.noise_scale`; a pair for each measured update."""
-
-    small_batch: int  # samples of each gradient of which the first norm is the mean
-    big_batch: int  # samples of the gradient of the second norm
-    pairs: tuple[tuple[float, float], ...]
-
-
-@dataclass(frozen=True)
 class Metric:
     """The metric of a task that decides which weights are better."""
 
@@ -97,7 +88,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class TrainTotals:
-    """Sums over the samples of a phase; `norms`: of gradients, if measured.
+    """Sums over the samples of a phase.
 
     `losses`: the sum of the losses of each step, so that the mean does not depend on where a phase
     was cut. `failure`: the exception that made the loss NaN, as text.
@@ -109,7 +100,6 @@ class TrainTotals:
     skipped: int
     duration_s: float
     data_wait_s: float
-    norms: GradientNorms | None = None
     failure: str = ""
 
     @property
@@ -121,10 +111,7 @@ class TrainTotals:
         """Return the totals of both parts of a phase that was stopped between two steps."""
         names = ("steps", "samples", "losses", "skipped", "duration_s", "data_wait_s")
         sums = {name: getattr(self, name) + getattr(later, name) for name in names}
-        norms = later.norms or self.norms
-        if self.norms and later.norms:
-            norms = replace(later.norms, pairs=self.norms.pairs + later.norms.pairs)
-        return TrainTotals(**sums, norms=norms, failure=self.failure or later.failure)
+        return TrainTotals(**sums, failure=self.failure or later.failure)
 
 
 # The most confident mistakes of an evaluation that are kept.

@@ -24,7 +24,6 @@ class _BatchSizeSearch(Section):
     # A probe ends when the standard error of its samples/s, relative to it, is this small.
     relative_error: ClassVar[float] = 0.01
     needs_utilization: ClassVar[bool] = False  # it decides by the utilization of the device
-    weighs_noise: ClassVar[bool] = False  # it weighs the noise scale of an earlier run
 
     initial: PositiveInt = 32
     """First batch size per worker (32 in the paper, for small images)."""
@@ -55,14 +54,10 @@ class ThroughputKneeSearch(_BatchSizeSearch):
     # Larger than for the published strategies, which probe each size once: this one repeats
     # probes that are too noisy to decide.
     relative_error: ClassVar[float] = 0.02
-    weighs_noise: ClassVar[bool] = True
 
     strategy: Literal["throughput_knee"]
     tolerance: Annotated[PositiveFloat, Field(lt=1)] = 0.02
-    """Fraction of the best objective to give up for a smaller batch size: of samples/s or, where a
-    finished run of this name, model, data and loss below storage_path measured the gradient noise
-    scale, of goodput. That is samples/s times the progress per sample, which falls as the global
-    batch approaches the noise scale."""
+    """Fraction of the best samples/s to give up for a smaller batch size."""
 
 
 class _Published(_BatchSizeSearch):

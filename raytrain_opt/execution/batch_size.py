@@ -5,28 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.batch_size import BatchSizeSection, ThroughputKneeSearch
-from raytrain_opt.config.load import plain_job
 from raytrain_opt.config.schema import Job
-from raytrain_opt.config.yaml_loader import read_yaml
 from raytrain_opt.data.base import DataInfo
-from raytrain_opt.errors import PoolError, RaytrainOptError
+from raytrain_opt.errors import PoolError
 from raytrain_opt.execution.backend import open_backend
 from raytrain_opt.execution.resolve import Placement, scaled_lr, settle
 from raytrain_opt.execution.workspace import Workspace, open_frontend, open_workspace
 from raytrain_opt.optim.epoch_steps import length_of
 from raytrain_opt.optim.schedules import ScalingRule
-from raytrain_opt.paths import own_runs
 from raytrain_opt.pools.protocol import Prober
-from raytrain_opt.recording.reader import read_record, read_text
+from raytrain_opt.recording.reader import read_record
 from raytrain_opt.recording.recorder import append_records, write_record
 from raytrain_opt.recording.records import (
     BatchSizeProbeRecord,
     BatchSizeRecord,
-    ResultRecord,
 )
 from raytrain_opt.report import try_write_report
 from raytrain_opt.results import Probe
@@ -45,7 +40,6 @@ from raytrain_opt.terminal import probe_text
 _TRAINING_FRACTION = 0.8
 _CHECK_REASON = "check of the choice in a new process, evaluation included"
 # The sections that decide how noisy gradients are.
-_NOISE_SECTIONS = ("model", "data", "task", "loss")
 
 
 @dataclass(frozen=True)
@@ -238,28 +232,4 @@ def _bounds(
         f"grows {LARGEST_LR_FACTOR}-fold at most)"
     )
     max_step_s = _TRAINING_FRACTION * length.seconds / section.min_updates
-    noise_scale = _measured_noise_scale(job, note) if section.weighs_noise else None
-    return SizeBounds(largest, train_size // workers, workers, own, max_step_s, noise_scale)
-
-
-def _measured_noise_scale(job: Job, note: Callable[[str], None]) -> float | None:
-    """Return the noise scale that the newest finished run of the job measured, if one did.
-
-    Runs of other sizes and rates count too: the noise scale depends on them little.
-    """
-    plain = plain_job(job)
-    for run_dir in own_runs(job.storage_path, job.name):
-        try:
-            result = read_record(run_dir, "result.json", ResultRecord)
-            if result is None or result.noise_scale is None:
-                continue
-            scale = result.noise_scale.value
-            earlier: Any = read_yaml(read_text(run_dir, "job.yaml") or "{}", run_dir)
-            if any(earlier.get(name) != plain[name] for name in _NOISE_SECTIONS):
-                continue
-        except RaytrainOptError as error:
-            note(f"the noise scale of {run_dir} is not used: {error}")
-            continue
-        note(f"noise scale {scale:.3g}, as {run_dir} measured it")
-        return scale
-    return None
+    return SizeBounds(largest, train_size // workers, own, max_step_s)

@@ -21,7 +21,6 @@ from raytrain_opt.recording.records import (
     StalenessRecord,
 )
 from raytrain_opt.results import NO_STEPS, EvalTotals, Steps, TrainTotals
-from raytrain_opt.search.noise_scale import NoiseScale
 from raytrain_opt.search.policy import CandidateResult, History, TryCandidates
 
 
@@ -196,7 +195,6 @@ def epoch_record(
     """Return a line of epochs.jsonl; `lrs`: of all steps so far; `end_s`: seconds of the run."""
     train, test = metrics.train, metrics.test
     assert train is not None
-    noise = None if train.norms is None else NoiseScale.from_norms(train.norms)
     return EpochRecord(
         epoch=epoch,
         epochs=epochs,
@@ -215,6 +213,5 @@ def epoch_record(
         duration_s=monotonic_s() - metrics.started_s,
         end_s=end_s,
         timings_s=dict(metrics.stopwatch.timings_s),
-        noise_scale=noise,
         staleness=metrics.staleness,
     )

@@ -30,7 +30,6 @@ from raytrain_opt.recording.records import (
 from raytrain_opt.report import try_write_report
 from raytrain_opt.report.plots import duration, percent, plain, rate
 from raytrain_opt.results import Metric
-from raytrain_opt.search.noise_scale import pool_noise_scales
 from raytrain_opt.storage import join, write_text
 from raytrain_opt.terminal import print_summary
 from raytrain_opt.train.trained_model import model_metadata
@@ -113,7 +112,6 @@ def _result(
 ) -> ResultRecord:
     best = best_epoch(epochs)
     progress = run.progress
-    noise = [e.noise_scale for e in epochs if e.noise_scale is not None]
     return ResultRecord(
         finished_utc=utc_now(),
         job=run.job.name,
@@ -133,7 +131,6 @@ def _result(
         wall_s=run.event_log.elapsed_s(),
         time_to_first_step_s=run.startup.marks_s.get("first_step_s"),
         startup_s=dict(run.startup.marks_s),
-        noise_scale=pool_noise_scales(noise) if noise else None,
         restarts={pool.name: pool.restarts() for pool in run.pools.all},
         versions=versions(),
         hardware=_hardware(run),

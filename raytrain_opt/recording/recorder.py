@@ -71,8 +71,6 @@ class Recorder:
         self._append(self.paths.epochs, [record])
         scalars = {f"epoch/{name}": getattr(record, name) for name in _EPOCH_SCALARS}
         scalars |= {f"epoch/test_{name}": value for name, value in record.test_metrics.items()}
-        if record.noise_scale is not None:
-            scalars["epoch/noise_scale"] = record.noise_scale.value
         if record.staleness is not None:
             scalars["epoch/staleness"] = record.staleness.mean
         self._tensorboard.scalars(step, scalars)

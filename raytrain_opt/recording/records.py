@@ -16,7 +16,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from raytrain_opt.results import Metric, Probe
 from raytrain_opt.search.fixed_schedule import RecordedEpoch
-from raytrain_opt.search.noise_scale import NoiseScale
 from raytrain_opt.search.policy import NOT_DECIDED
 
 if TYPE_CHECKING:
@@ -219,9 +218,6 @@ class EpochRecord(EpochResult, Record):
     duration_s: float = Field(description="Wall time, with rounds and evaluation.")
     end_s: float = Field(description="End, in seconds of the run without its interruptions.")
     timings_s: Timings = Field(description="Seconds by part, as the driver measured them.")
-    noise_scale: NoiseScale | None = Field(
-        None, description="Noise scale of the gradients; null when not measured."
-    )
     staleness: StalenessRecord | None = Field(
         None, description="Staleness of the gradients; null with `parallel.mode: sync`."
     )
@@ -334,9 +330,6 @@ class ResultRecord(Record):
     )
     time_to_first_step_s: Number = Field(description="Time until the first training step.")
     startup_s: Timings = Field(description="Time from the start to each mark of the start-up.")
-    noise_scale: NoiseScale | None = Field(
-        description="Noise scale over all epochs; null when not measured."
-    )
     restarts: dict[str, int] = Field(description="Restarts by pool, of the last execution.")
     versions: dict[str, str] = Field(description="Versions of Python and of packages.")
     hardware: Hardware = Field(description="The machines.")

@@ -65,8 +65,6 @@ def sentences(run: RunRecords) -> Iterator[str]:
             f"{duration(record.duration_s)}) chose {record.batch_size_per_worker} samples per "
             f"worker at {count(record.samples_per_s)} samples/s: {record.reason}."
         )
-    if run.result and run.result.noise_scale:
-        yield f"Gradient noise scale: {run.result.noise_scale.sentence}."
 
 
 def _search_cost(run: RunRecords) -> str:

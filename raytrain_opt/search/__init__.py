@@ -3,7 +3,6 @@
 Start with `policy` (what a policy is), then `stpt` (the published rule) and `stpt_horizon` (the
 default, with its `peak_search`). `fixed_schedule` holds policies without candidates. `batch_size/`
 has the strategies of the batch-size search; `factory` builds the policy and the strategy of a job.
-`noise_scale` estimates the gradient noise scale.
 
 May import config, optim's pure schedules, results and errors; no torch, Ray, files or clocks.
 """

@@ -23,7 +23,6 @@ from raytrain_opt.config.updates import ParallelSection
 from raytrain_opt.errors import JobError, Problem, listed
 from raytrain_opt.threads import start_thread
 from raytrain_opt.train.batch_norm import StepBuffers
-from raytrain_opt.train.gradient_noise import NoiseTracker, Pair, Scale
 from raytrain_opt.train.micro_batches import LoadBalance, MicroBatches
 from raytrain_opt.train.tree_sum import TreeExchange, TreeSum, additions_after
 
@@ -50,15 +49,10 @@ class Parallel:
         # Each micro-batch's gradients are rounded to this type, so every sum is.
         self._dtype = _COMPRESSION.get(section.compression)
         self._buffers = StepBuffers(model)
-        self.begin_phase(0, MicroBatches.all(1), lambda loss: loss)
+        self.begin_phase(MicroBatches.all(1))
 
-    def begin_phase(
-        self, steps: int, micro_batches: MicroBatches, scale: Scale, search: bool = False
-    ) -> None:
-        """Begin a phase of `steps` complete batches.
-
-        Losses are multiplied by `scale`. In a `search` a micro-batch may raise.
-        """
+    def begin_phase(self, micro_batches: MicroBatches, search: bool = False) -> None:
+        """Begin a phase; in a `search` a micro-batch may raise."""
         self._begin_phase(micro_batches.indices, micro_batches)
 
     def _begin_phase(self, share: range, micro_batches: MicroBatches) -> None:
@@ -101,10 +95,6 @@ class Parallel:
     def after_step(self) -> None:
         """Call this after each update."""
 
-    def take_norms(self) -> tuple[Pair, ...]:
-        """Return the squared gradient norms of the phase so far (`gradient_noise`), once."""
-        return ()
-
     def end_phase(self) -> None:
         """End the phase."""
 
@@ -136,14 +126,11 @@ class DataParallel(Parallel):
         self._hooks: list[RemovableHandle] = []
         needs_all = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
         self._balance = LoadBalance(self._device, equal=needs_all)
-        self._noise = NoiseTracker(model)
         self._sender = _SideStream(self._device) if self._device.type == "cuda" else _Thread()
         super().__init__(model, section)
         self.forward = self._wrap()
 
-    def begin_phase(
-        self, steps: int, micro_batches: MicroBatches, scale: Scale, search: bool = False
-    ) -> None:
+    def begin_phase(self, micro_batches: MicroBatches, search: bool = False) -> None:
         while self._hooks:
             self._hooks.pop().remove()
         if search:
@@ -156,7 +143,6 @@ class DataParallel(Parallel):
         self._exchange = TreeExchange(shares, count)
         self._begin_phase(shares[rank], micro_batches)
         self._balance.begin_measurement()
-        self._noise.begin_phase(steps, count, scale)
 
     @contextmanager
     def accumulate(self, number: int) -> Iterator[None]:
@@ -190,15 +176,9 @@ class DataParallel(Parallel):
         missing = [p for p in trained if p not in self._accumulated]
         torch.autograd.backward(missing, [torch.zeros_like(p) for p in missing])
 
-    def _take_gradients(self, number: int) -> None:
-        gradients = {p: p.grad for p in self._model.parameters() if p.grad is not None}
-        self._noise.add(number, gradients)
-        super()._take_gradients(number)
-
     def end_backward(self) -> None:
         self._sender.raise_failure()
         self._gradients = TreeSum(self.indices, self._count)
-        self._noise.end_update()
         self.end_forward()
 
     def end_forward(self) -> None:
@@ -221,9 +201,6 @@ class DataParallel(Parallel):
             raise JobError([problem])
         self._has_updated = True
         self._balance.after_update()
-
-    def take_norms(self) -> tuple[Pair, ...]:
-        return self._noise.take()
 
     def end_phase(self) -> None:
         self._balance.end_measurement()
@@ -248,9 +225,6 @@ class DataParallel(Parallel):
         if bucket.is_last():
             self._balance.on_gradients()
         result = bucket.buffer()
-        if self._noise.is_due:
-            gradients = zip(bucket.parameters(), _views(bucket, result), strict=True)
-            self._noise.add(self.indices[-1], dict(gradients))
         total = result if self._dtype is None else result.to(self._dtype)
         *nodes, total = self._complete_nodes(bucket, total)
 

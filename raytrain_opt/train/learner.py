@@ -38,7 +38,6 @@ from raytrain_opt.results import (
     NO_STEPS,
     BufferUpdates,
     EvalTotals,
-    GradientNorms,
     Split,
     Steps,
     TrainTotals,
@@ -189,11 +188,9 @@ class Learner:
         decays = [steps.weight_decay_factor * decay for decay in self._weight_decays]
         set_weight_decays(self.optimizer, decays)
         self._use_training_mode()
-        parallel, batch_size = self.parallel, self._global_batch_size(epoch)
-        count = min(steps.end, self._epoch_size // batch_size) - steps.first
-        parallel.begin_phase(count, grown, self.scaler.scale, search)
+        self.parallel.begin_phase(grown, search)
         self._steps = steps
-        indices = product(range(steps.first, steps.end), parallel.indices)
+        indices = product(range(steps.first, steps.end), self.parallel.indices)
         self._batches = self.micro_batches_at(indices)
 
     def advance(self, until: int, on_step: OnStep = lambda _: None) -> None:
@@ -216,11 +213,9 @@ class Learner:
         With averaging, the model has the averaged weights until the phase advances.
         """
         averaging.use_averaged_weights(self.optimizer)
-        pairs, size = self.parallel.take_norms(), self._global_batch_size(self._phase.epoch)
-        norms = GradientNorms(self._micro_batch_size(), size, pairs) if pairs else None
         totals = self._phase.take_totals()
         self._steps = self._steps.after(totals.steps)
-        return replace(totals, norms=norms)
+        return totals
 
     def end(self) -> TrainTotals:
         """End the phase; return as `take_totals`. `finish_phase` takes the statistics then."""
@@ -391,9 +386,6 @@ class Learner:
     @property
     def _epoch_size(self) -> int:
         return self.info.search_size if self._phase.search else self.info.train_size
-
-    def _micro_batch_size(self) -> int:
-        return self._global_batch_size(self._phase.epoch) // self._phase.micro_batches.count
 
     def _global_batch_size(self, epoch: int) -> int:
         return self.config.global_batch_size * ramp_factor(self.config.batch_ramp, epoch)

@@ -19,7 +19,6 @@ from raytrain_opt.pools.worker import Slot, Worker
 from raytrain_opt.results import Steps
 from raytrain_opt.search.factory import build_policy
 from raytrain_opt.search.policy import Candidate, History, TryCandidates
-from raytrain_opt.train import gradient_noise
 from raytrain_opt.train.data_parallel import DataParallel, Parallel
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
@@ -136,13 +135,11 @@ def stopped_epoch(worker: Worker, states: CountedStates) -> dict[str, Any]:
             rest = worker.handle(MainTrain(state, 1, Steps(steps, lrs[steps:])), ignore)
             totals = totals.plus(rest.totals)
         digest = worker.learner.state(copy=True).digest()
-        pairs = None if totals.norms is None else totals.norms.pairs
-        outcomes.append((digest, totals.steps, totals.samples, totals.losses, pairs))
+        outcomes.append((digest, totals.steps, totals.samples, totals.losses))
     return {"stopped_after": steps, "at_once": outcomes[1], "stopped": outcomes[2]}
 
 
 def run_rank(rank: int, world_size: int, folder: Path) -> Results:
-    gradient_noise.MEASURE_EVERY = 2
     results: dict[str, Any] = {"worker": {}, "slot": {}}
     connect = DataParallel if world_size > 1 else Parallel
     for model, work in ((plain_net, search), ("small_cnn", one_round)):
@@ -224,13 +221,8 @@ def test_restarted_workers_train_the_candidate_again(
 def test_workers_that_are_stopped_within_an_epoch_continue_bit_for_bit(
     groups: dict[int, list[Results]], size: int, weights: str
 ) -> None:
-    """BatchNorm's statistics are computed anew for averaged weights, and pooled for others.
-
-    Several workers measure the noise of three steps, one of them before the stop.
-    """
+    """BatchNorm's statistics are computed anew for averaged weights."""
     for rank in groups[size]:
         epoch = rank["worker"][weights]
         assert epoch["stopped_after"] == 2
         assert epoch["stopped"] == epoch["at_once"]
-        pairs = epoch["at_once"][-1]
-        assert pairs is None if size == 1 else len(pairs) == 3

@@ -73,17 +73,6 @@ class Machine:
         used = self.utilization_pct(size)
         return Probe(size, "ok", float(noisy), rate * self.noise, utilization_pct=used)
 
-    def goodput(self, size: int) -> float:
-        """Return the true samples/s times the progress per sample."""
-        assert self.bounds.noise_scale is not None
-        noise = 1 + size * self.bounds.workers / self.bounds.noise_scale
-        return self.curve.samples_per_s(size) / noise
-
-    def goodput_regret(self, choice: BatchSizeChoice) -> float:
-        """Return the fraction of the best goodput that the choice loses."""
-        best = max(self.goodput(size) for size in range(1, self.largest + 1))
-        return 1 - self.goodput(choice.batch_size) / best
-
     def search(self, strategy: Strategy, max_probes: int = 300) -> BatchSizeChoice:
         """Measure until the strategy chooses, which must be a measured size that fits."""
         for _ in range(max_probes):

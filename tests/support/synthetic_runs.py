@@ -94,7 +94,6 @@ def epoch_line(epoch: int, **changes: Any) -> dict[str, Any]:
         "duration_s": EPOCH_S + (START_UP_S if epoch == 1 else 0.0),
         "end_s": START_UP_S + EPOCH_S * epoch,
         "timings_s": parts,
-        "noise_scale": None,
         **changes,
     }
 
@@ -229,13 +228,6 @@ def result(epochs: int) -> dict[str, Any]:
         "wall_s": START_UP_S + EPOCH_S * epochs + 3,
         "time_to_first_step_s": 28.0,
         "startup_s": {"first_step_s": 28.0},
-        "noise_scale": {
-            "updates": 9,
-            "batch_size": 64,
-            "gradient_sq": 1.0,
-            "trace": 310.0,
-            "value": 310.0,
-        },
         "restarts": {"worker": 0, "slot": 0},
         "versions": {"python": "3.12.0"},
         "hardware": {"nodes": [{"CPU": 2.0}], "workers": 2, "slots": 2, "workers_use_gpu": False},

@@ -4,6 +4,6 @@ Start with `strategy` (the protocol, its values, and the limits of memory). `thr
 ours, with its model of speed; `published` holds the two strategies of MBSO;
 `search.factory` builds a strategy from a job's section.
 
-Everything here is pure: no Ray, processes, files or clocks. It may import `search.noise_scale`,
-`config`, `results` and `errors`.
+Everything here is pure: no Ray, processes, files or clocks. It may import `config`, `results`
+and `errors`.
 """

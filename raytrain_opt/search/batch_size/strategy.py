@@ -47,10 +47,8 @@ class SizeBounds:
 
     largest: int
     epoch_samples: int  # per worker
-    workers: int = 1  # the global batch is this times a size
     always_allowed: int = 0  # up to the job's own size, a step may take longer than `max_step_s`
     max_step_s: float = math.inf  # of a training with a time limit: more would leave few updates
-    noise_scale: float | None = None  # of the gradients, as an earlier run measured it
 
     def smallest_excluded(self, history: Sequence[Probe]) -> int | None:
         """Return the smallest measured size without enough memory or updates, or None."""

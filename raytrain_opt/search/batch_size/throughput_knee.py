@@ -12,10 +12,6 @@ the model below) and computes for each size the fraction of the best samples/s t
 - Otherwise its *competitor* is the size that most often beats it by more than that. Measure it,
   or again the one of the two that is known with less precision.
 
-Where an earlier run of the job measured the gradient noise scale, all this holds for samples/s
-times the progress per sample, which falls with the global batch size: 1 / (1 + global batch size
-/ noise scale), see `search.noise_scale`.
-
 Sizes grow at most by a factor of 4. After a size that did not fit, the interval up to it is
 bisected (in the logarithm), while sizes in it may be faster by more than the tolerance.
 
@@ -43,7 +39,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,7 +47,6 @@ from numpy.typing import NDArray
 from raytrain_opt.config.batch_size import ThroughputKneeSearch
 from raytrain_opt.results import Probe
 from raytrain_opt.search.batch_size.strategy import BatchSizeChoice, ProbeRequest, SizeBounds
-from raytrain_opt.search.noise_scale import log_efficiency
 
 Array = NDArray[np.float64]
 
@@ -183,19 +178,13 @@ class ThroughputKnee:
         if request is not None:
             return request
         measured = self.bounds.fitting(history)
-        posterior = self._posterior(measured, self.bounds.largest_open(history))
+        posterior = _Posterior.from_measurements(measured, self.bounds.largest_open(history))
         if len(history) >= _MAX_PROBES:
             size = posterior.knee(self.section.tolerance, only_measured=True)
             return BatchSizeChoice(
                 size, f"stopped after {_MAX_PROBES} probes: {posterior.describe(size)}"
             )
         return self._decide(posterior, self.bounds.smallest_excluded(history))
-
-    def _posterior(self, measured: Sequence[Probe], largest: int) -> _Posterior:
-        posterior = _Posterior.from_measurements(measured, largest)
-        if self.bounds.noise_scale is None:
-            return posterior
-        return posterior.of_goodput(self.bounds.noise_scale, self.bounds.workers)
 
     def _decide(
         self, posterior: _Posterior, too_large: int | None
@@ -220,12 +209,11 @@ class ThroughputKnee:
 
 @dataclass(frozen=True)
 class _Posterior:
-    """Likely curves of the objective, sampled at the candidate sizes."""
+    """Likely curves of samples/s, sampled at the candidate sizes."""
 
     points: tuple[Point, ...]
     sizes: tuple[int, ...]
-    curves: Array  # log of the objective, [curve, size]
-    objective: str = "samples/s"
+    curves: Array  # log of samples/s, [curve, size]
 
     @classmethod
     def from_measurements(cls, measured: Sequence[Probe], largest: int) -> _Posterior:
@@ -233,19 +221,13 @@ class _Posterior:
         sizes = _candidate_sizes([p.batch_size for p in points], largest)
         return cls(tuple(points), sizes, draw_curves(points, sizes))
 
-    def of_goodput(self, noise_scale: float, workers: int) -> _Posterior:
-        """Return the curves of goodput."""
-        efficiencies = [log_efficiency(noise_scale, workers * size) for size in self.sizes]
-        objective = f"goodput at a noise scale of {noise_scale:.3g}"
-        return replace(self, curves=self.curves + np.array(efficiencies), objective=objective)
-
     @property
     def largest_measured(self) -> int:
         return self.points[-1].batch_size
 
     @property
     def losses(self) -> Array:
-        """log(best objective / objective of the size), [curve, size]."""
+        """log(best samples/s / samples/s of the size), [curve, size]."""
         losses: Array = self.curves.max(axis=1, keepdims=True) - self.curves
         return losses
 
@@ -298,7 +280,7 @@ class _Posterior:
         if self.is_measured(size):
             low = min(low, 100 * math.exp(-_ERRORS * self.error(size)))
         return (
-            f"{size} reaches about {median:.1f} % of the best {self.objective} up to "
+            f"{size} reaches about {median:.1f} % of the best samples/s up to "
             f"{self.sizes[-1]}, with {100 * _CONFIDENCE:.0f} % confidence at least {low:.1f} %"
         )
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pydantic import TypeAdapter
 
 from raytrain_opt import Job
 from raytrain_opt.cluster.resources import plan_pools
-from raytrain_opt.config.load import dump_job, parse_job
+from raytrain_opt.config.load import parse_job
 from raytrain_opt.data.base import DataInfo
 from raytrain_opt.errors import JobError
 from raytrain_opt.execution.batch_size import find_batch_size, search_batch_size
@@ -24,8 +22,7 @@ from raytrain_opt.pools.programs import ResidentConfig
 from raytrain_opt.recording.reader import read_record
 from raytrain_opt.recording.records import BatchSizeProbeRecord, BatchSizeRecord
 from raytrain_opt.search.batch_size.strategy import BatchSizeChoice, SizeBounds
-from raytrain_opt.search.noise_scale import NoiseScale
-from tests.support.synthetic_runs import probe_line, write_run
+from tests.support.synthetic_runs import probe_line
 
 STPT = {"policy": "stpt", "initial": 0.1}
 
@@ -180,35 +177,7 @@ def test_the_rate_grows_beyond_what_its_rule_bears_only_for_a_size_of_the_job(
 def test_a_time_limit_bounds_the_time_of_a_step(tmp_path: Path) -> None:
     searched = job(epochs=None, train_for="1000s", learning_rate={**STPT, "policy": "schedule"})
     _, bounds, _ = search_of(searched, tmp_path)
-    assert bounds == SizeBounds(250, 5000, 2, 32, max_step_s=1.6)
-
-
-def test_a_noise_scale_is_taken_from_the_newest_finished_run_of_the_job(tmp_path: Path) -> None:
-    def run(number: int, noise_scale: float, ran: Job) -> Path:
-        folder = tmp_path / f"run-2026010{number}-000000-000000000000000{number}"
-        write_run(folder, epochs=1)
-        result = json.loads((folder / "result.json").read_text())
-        noise = NoiseScale(9, 64, 1.0, noise_scale)
-        result["noise_scale"] = TypeAdapter(NoiseScale).dump_python(noise, mode="json")
-        (folder / "result.json").write_text(json.dumps(result))
-        (folder / "job.yaml").write_text(dump_job(ran))
-        return folder
-
-    def known() -> float | None:
-        return search_of(searched, tmp_path)[1].noise_scale
-
-    searched = job(storage_path=str(tmp_path))
-    assert known() is None
-    run(1, 150.0, searched.model_copy(update={"global_batch_size": 8}))
-    run(2, 7.0, job(model="resnet8"))
-    assert known() == pytest.approx(150)
-    damaged = run(3, 9.0, searched)
-    (damaged / "result.json").write_text("{")
-    _, bounds, text = search_of(searched, tmp_path)
-    assert bounds.noise_scale == pytest.approx(150)
-    assert f"the noise scale of {damaged} is not used" in text
-    run(4, 20.0, searched)
-    assert known() == pytest.approx(20)
+    assert bounds == SizeBounds(250, 5000, 32, max_step_s=1.6)
 
 
 def test_a_slot_that_probes_has_the_resources_and_threads_of_a_worker(tmp_path: Path) -> None:

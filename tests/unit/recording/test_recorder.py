@@ -22,7 +22,6 @@ from raytrain_opt.recording.records import (
     ScheduleRecord,
 )
 from raytrain_opt.results import Steps
-from raytrain_opt.search.noise_scale import NoiseScale
 from tests.support import synthetic_runs
 from tests.support.tensorboard_scalars import read_scalars
 
@@ -59,10 +58,6 @@ def round_(number: int = 1, *scores: float, **changes: Any) -> RoundRecord:
 
 def result(**changes: Any) -> ResultRecord:
     return ResultRecord.model_validate({**synthetic_runs.result(3), **changes})
-
-
-def noise_scale(trace: float, gradient_sq: float) -> NoiseScale:
-    return NoiseScale(9, 64, gradient_sq, trace)
 
 
 @pytest.fixture
@@ -219,7 +214,6 @@ def test_tensorboard_reads_the_scalars(recorder: Recorder, paths: RunPaths) -> N
     assert scalars["epoch/samples_per_s"] == (20, 960.0)
     assert scalars["epoch/test_accuracy"] == (20, 0.5)
     assert "epoch/test_top5" not in scalars
-    assert "epoch/noise_scale" not in scalars
 
 
 def test_scalars_are_readable_while_the_run_continues(recorder: Recorder, paths: RunPaths) -> None:
@@ -233,14 +227,6 @@ def test_scalars_are_readable_while_the_run_continues(recorder: Recorder, paths:
     assert scalars["round/candidate_0/val_loss"] == (10, 1.0)
     assert scalars["round/next_base_lr"] == (10, pytest.approx(0.2))
     assert scalars["epoch/train_loss"] == (20, 0.5)
-
-
-def test_a_noise_scale_is_a_scalar_when_it_is_finite(recorder: Recorder, paths: RunPaths) -> None:
-    recorder.epoch(epoch(1, noise_scale=noise_scale(812.0, 1.0)), 10)
-    recorder.epoch(epoch(2, noise_scale=noise_scale(1.0, -1.0)), 20)
-    recorder.close()
-    assert [line["noise_scale"]["value"] for line in lines(paths.epochs)] == [812.0, None]
-    assert read_scalars(paths.tensorboard)["epoch/noise_scale"] == (10, 812.0)
 
 
 # Events.

@@ -88,7 +88,7 @@ def test_compression_rounds_each_micro_batch_and_each_sum_in_one_process_too(
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[compression]
     model = nn.Linear(4, 2)
     parallel = Parallel(model, section(compression=compression))
-    parallel.begin_phase(1, MicroBatches.all(3), lambda loss: loss)
+    parallel.begin_phase(MicroBatches.all(3))
     x = torch.rand(3, 2, 4)
     for number in parallel.indices:
         with parallel.accumulate(number):

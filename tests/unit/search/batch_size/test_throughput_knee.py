@@ -126,37 +126,6 @@ class TestDecisions:
         assert "stopped after 12 probes" in choice.reason
 
 
-class TestGoodput:
-    """The noise scale is known, and so is the size at which most progress is made a second."""
-
-    @pytest.mark.slow
-    def test_near_the_best_on_random_machines(self, samples: Samples) -> None:
-        regrets, probes = [], []
-        for seed in samples(120):
-            machine = random_machine(seed)
-            scale = float(np.exp(np.random.default_rng(seed).uniform(math.log(30), math.log(3e4))))
-            bounds = replace(machine.bounds, workers=1 + seed % 8, noise_scale=scale)
-            machine = replace(machine, bounds=bounds, history=[])
-            regrets.append(machine.goodput_regret(searched(machine)))
-            probes.append(len(machine.history))
-        assert sum(regret <= 0.05 for regret in regrets) / len(regrets) >= 0.9
-        assert median(probes) <= 8
-
-    def test_between_no_overhead_and_no_noise(self) -> None:
-        """Overhead of 100 samples and noise of 400: the best is sqrt(100 x 400) = 200."""
-        machine = Machine(Curve(half=100.0), replace(WIDE, noise_scale=400.0), noise=0.002)
-        choice = searched(machine, tolerance=0.005)
-        assert 128 <= choice.batch_size <= 256
-        assert "goodput at a noise scale of 400 up to" in choice.reason
-
-    def test_more_workers_take_a_smaller_batch_each(self) -> None:
-        chosen = [
-            searched(Machine(Curve(half=50.0), bounds, noise=0.002)).batch_size
-            for bounds in (replace(WIDE, workers=n, noise_scale=1000.0) for n in (1, 8, 64))
-        ]
-        assert chosen == sorted(set(chosen), reverse=True)
-
-
 class TestMemory:
     @pytest.mark.parametrize("memory", [1, 3, 13, 31, 32, 33, 100, 1000, 3001])
     def test_size_for_free_takes_nearly_all_memory(self, memory: int) -> None:
