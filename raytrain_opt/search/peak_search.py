@@ -133,7 +133,12 @@ class _Stage:
         return min((result.val_loss for result in self.alive.values()), default=math.inf)
 
     def largest(self, tolerance: float) -> int:
-        """Return the largest point whose loss exceeds the lowest by at most this fraction."""
+        """Return the largest point whose loss exceeds the lowest by at most this fraction.
+
+        Of losses of zero, which say no more of larger rates, it is the smallest point.
+        """
+        if self.lowest_loss == 0:
+            return min(point for point, result in self.alive.items() if result.val_loss == 0)
         limit = self.lowest_loss + tolerance * abs(self.lowest_loss)
         return max(point for point, result in self.alive.items() if result.val_loss <= limit)
 

@@ -363,6 +363,19 @@ def test_the_fine_grid_is_extended_upward_even_if_a_coarse_rate_there_was_worse(
     assert rates(second) == pytest.approx([1.0])
 
 
+class Separable(Surface):
+    """A few samples that large rates fit exactly, however large they are."""
+
+    def result(self, action: TryCandidates, candidate: Candidate) -> CandidateResult:
+        return result(candidate, [0.0 if candidate.lr > 0.5 else 1.0] * BLOCKS)
+
+
+def test_losses_of_zero_lead_to_no_larger_rates() -> None:
+    training = trained(horizon(), Separable())
+    assert max(lr for action in training.rounds for lr in rates(action)) <= 10
+    assert 0.1 < training.peak < 3
+
+
 # Divergence.
 
 
