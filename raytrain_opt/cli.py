@@ -76,7 +76,7 @@ class _Command(click.Command):
 
 
 class _Group(click.Group):
-    """Lists commands in the order of this file, which is that of their use."""
+    """Lists commands in the order of this file, in which people use them."""
 
     command_class = _Command
 

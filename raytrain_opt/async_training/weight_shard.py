@@ -12,7 +12,7 @@ The settings of an update by one micro-batch, from those of a step of P micro-ba
 
 P updates must move and decay the weights as far as one step did.
 
-rate      lr / P. Where the size of an update does not depend on that of the gradient (Adam and its
+rate      lr / P. Where the size of an update does not depend on the gradient's size (Adam and its
           kin, RMSprop, Adagrad, Adadelta, Adafactor, Muon, LARS), updates by small batches are
           less alike, and P of them move the weights sqrt(P) times as far: lr / sqrt(P) and
           d / sqrt(P), the square-root rule of Krizhevsky and of Malladi et al. 2022 (arXiv
@@ -87,7 +87,7 @@ def look_ahead(group: Group, staleness: float) -> float:
 
 
 def _is_normalized(group: Group) -> bool:
-    """Return whether the size of an update does not depend on that of the gradient."""
+    """Return whether the size of an update does not depend on the gradient's size."""
     if "use_muon" in group:
         return bool(group["use_muon"] or group["aux"] == "adamw")
     return bool(_NORMALIZED & group.keys() or group.get("adapt"))
@@ -234,7 +234,7 @@ class WeightShard:
     def apply(self, number: int, version: int, gradient: Tensor) -> int:
         """Update the weights by the flat gradient of a micro-batch; return its staleness.
 
-        `version`: that of the weights it was computed on. Of several gradients of a micro-batch,
+        `version`: of the weights that it was computed on. Of several gradients of a micro-batch,
         as of a worker that died and the one in its place, the first counts.
         """
         staleness = max(0, self.version - version)

@@ -62,7 +62,7 @@ class Warmup(Section):
 
 
 class Scaling(Section):
-    """Scale `initial`, given for another global batch size, to that of the job."""
+    """Scale `initial`, given for another global batch size, to the job's."""
 
     reference_batch_size: PositiveInt
     """Global batch size that `initial` is given for (256 for the usual 0.1)."""

@@ -54,7 +54,7 @@ OPTIMIZERS = {
     "ScheduleFreeAdamW": Traits(0.0025, schedule_free=True),
     "ScheduleFreeSGD": Traits(1.0, schedule_free=True),
 }
-# The rate of Muon's second rule relative to that of matrices, by `aux`. SGD hardly moves
+# The rate of Muon's second rule relative to the matrices' rate, by `aux`. SGD hardly moves
 # embeddings and gains; with AdamW, 0.05 and 0.15 end alike (benchmarks/RESULTS.md).
 MUON_AUX_LR_MULTIPLIERS = {"adamw": 0.05, "sgd": 1.0}
 
@@ -65,7 +65,7 @@ def _default_args(section: dict[str, Any]) -> dict[str, Any]:
 
 
 class MomentumWarmup(Section):
-    """A momentum that rises linearly to that of the optimizer in the first epochs."""
+    """A momentum that rises linearly to the optimizer's in the first epochs."""
 
     epochs: PositiveFloat
     """Length in epochs."""
@@ -128,7 +128,7 @@ class OptimizerSection(NamedSection):
 
     @property
     def group_lr_multipliers(self) -> dict[str, float]:
-        """Return all factors of the rate that are not 1; of Muon also that of its second rule."""
+        """Return all factors of the rate that are not 1; of Muon also its second rule's."""
         aux = {}
         if self.traits.second_rule:
             rule = str(self.args.get("aux", "sgd"))
@@ -219,7 +219,7 @@ class BatchNormSection(Section):
     """Running averages of batch normalization."""
 
     momentum: PositiveFloat | None = Field(None, le=1)
-    """Weight of a new batch in the running statistics. Default: that of the model."""
+    """Weight of a new batch in the running statistics. Default: the model's."""
     recalibrate_batches: NonNegativeInt = 0
     """Recompute the running averages before every evaluation from the first steps of the epoch,
     this many; 0: use those of the training."""

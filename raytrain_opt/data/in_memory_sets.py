@@ -104,7 +104,7 @@ def _load_digits() -> DatasetArrays:
 def _load_torchvision(section: ArraySetData) -> DatasetArrays:
     """Read CIFAR or MNIST through torchvision.
 
-    torchvision compares the MD5 sum of each file that it downloads, and that of CIFAR's files,
+    torchvision compares the MD5 sum of each file that it downloads, and the sum of CIFAR's files,
     which are pickles, every time before it reads them.
     """
     import torchvision.datasets

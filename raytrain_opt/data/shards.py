@@ -73,7 +73,7 @@ class ShardSource(ImageSource):
         self.labels = self._sets["train"].index[:, 2]
         names, others = (part.class_names for part in self._sets.values())
         if names != others and names and others:
-            raise DataError("data.test", f"{CLASSES} beside it differs from that of data.train")
+            raise DataError("data.test", f"{CLASSES} beside it differs from the one of data.train")
         self.num_classes, self.class_names = len(names) or int(self.labels.max()) + 1, names
         for part in self._sets.values():
             if (label := part.index[:, 2].max()) >= self.num_classes:

@@ -28,7 +28,7 @@ _PAUSE_S = 300.0
 class MlflowTracking(Callback):
     """Writes to the experiment of the job's name; a resumed run continues its run in MLflow.
 
-    `name`: of the run directory, which under a URI is not that of its local copy.
+    `name`: of the run directory, which under a URI differs from its local copy.
     """
 
     def __init__(self, job: Job, run_dir: str, name: str) -> None:

@@ -60,7 +60,7 @@ def from_module(
     datamodule: default is the module itself, with its `train_dataloader` and `val_dataloader`.
     monitor: logged metric that decides which epoch is best, as for Lightning's ModelCheckpoint.
     mode: min or max; default is min for names with "loss".
-    fields: of the job, such as epochs. Default global_batch_size: that of the training loader.
+    fields: of the job, such as epochs. Default global_batch_size: the training loader's.
 
     `configure_optimizers` is not called: the job chooses the optimizer, or names one.
     Raises JobError for what would be ignored: manual optimization, hooks, several loaders.

@@ -185,7 +185,7 @@ def sgd_fraction(step: float, center: float, period: float) -> float:
 class RMSpropWarmup(BatchedOptimizer):
     """A mixture of RMSprop and momentum SGD that turns into momentum SGD alone.
 
-    `rmsprop_scale` is the rate of RMSprop divided by that of SGD. Because it is a ratio, `lr`,
+    `rmsprop_scale` is the rate of RMSprop divided by the rate of SGD. Because it is a ratio, `lr`,
     and so every schedule and candidate, controls both parts. The default is the paper's 3e-4
     divided by its 6.4 (half of 0.1 x 32768 / 256); for another peak rate, start with
     3e-4 / peak. Center and period are in epochs of `steps_per_epoch` updates; their defaults are

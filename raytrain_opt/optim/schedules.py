@@ -150,7 +150,7 @@ class Warmup:
 class RelativeSchedule:
     """Rates relative to the peak: from 0 to 1 in the first `warmup` of the training, then to 0.
 
-    `warmup` is a fraction. The shape `constant`, that of schedule-free optimizers, stays at 1. A
+    `warmup` is a fraction. The shape `constant`, for schedule-free optimizers, stays at 1. A
     step takes the value in the middle of its span, so that the rates of a schedule compressed into
     few steps have the same mean as those of the long one, and none is zero. The values are those
     of `Warmup` with `Polynomial` or `Cosine`, but for rounding.

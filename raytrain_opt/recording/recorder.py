@@ -97,7 +97,7 @@ class Recorder:
         return _read(self.paths.epochs, EpochRecord)
 
     def predictions(self, record: PredictionsRecord) -> None:
-        """Write predictions.json, in place of that of an earlier epoch."""
+        """Write predictions.json, in place of an earlier epoch's."""
         write_text(self.paths.predictions, f"{record.model_dump_json()}\n")
 
     def result(self, record: ResultRecord) -> None:

@@ -91,7 +91,6 @@ class RoundRecord(Record):
     metric: Metric = Field(
         Metric(), description="The metric of the task that decides, and whether more is better."
     )
-    validation_samples: int = Field(description="Samples of the validation split.")
     winner: int | None = Field(
         description="`index` of the winner; null when the decision needs another round."
     )
@@ -137,7 +136,6 @@ class RoundRecord(Record):
                 for result, score in zip(results, decision.scores, strict=True)
             ),
             metric=next((r.metric for r in results if r.status != "lost"), Metric()),
-            validation_samples=max((result.val_samples for result in results), default=0),
             winner=None if decision.winner is None else decision.winner.candidate.index,
             reason=decision.reason,
             next_base_lr=decision.next_base_lr,

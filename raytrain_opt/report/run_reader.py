@@ -93,7 +93,7 @@ class RunRecords:
 
     @property
     def wall_s(self) -> float | None:
-        """Time of the run until its end, or until that of its last epoch."""
+        """Time until the end of the run, or of its last epoch."""
         if self.result is not None:
             return self.result.wall_s
         return self.epochs[-1].end_s if self.epochs else None

@@ -101,16 +101,12 @@ def _choice(searched: Sequence[RoundRecord]) -> str:
 
 # Below this, no advice shortens an epoch by much.
 _MAX_DATA_WAIT = 0.03
-# Standard errors of the difference between two accuracies: about 95 % confidence.
-_CLEAR_DIFFERENCE = 2.0
-# Fraction of rounds from which a finding is more than a coincidence.
-_MANY = 0.5
 
 
 def all_warnings(run: RunRecords) -> list[str]:
     """Return all warnings that apply, the most severe first."""
     checks = (
-        _unfinished, _failures, _diverged, _data_wait, _noise, _edge, _staleness, _skipped,
+        _unfinished, _failures, _diverged, _data_wait, _edge, _staleness, _skipped,
     )  # fmt: skip
     return [text for check in checks for text in check(run)]
 
@@ -183,50 +179,8 @@ def _data_wait(run: RunRecords) -> Iterator[str]:
     yield f"Workers waited for data in {fraction} of the main training's time: {advice}"
 
 
-def _noise(run: RunRecords) -> Iterator[str]:
-    """Warn about close candidates, for policy stpt only: stpt_horizon accounts for noise."""
-    within = [near for record in run.rounds if (near := _is_within_noise(record)) is not None]
-    if sum(within) > _MANY * len(within):
-        yield (
-            f"In {sum(within)} of {times(len(within), 'round')}, the best and the second-best "
-            "candidate differ by less than the noise (two standard errors of the difference of "
-            "their accuracies on the validation split): these choices are close to random. A "
-            "longer alpha, rates further apart or a larger data.validation_fraction help"
-        )
-
-
-def _is_within_noise(record: RoundRecord) -> bool | None:
-    """Return whether the best two candidates are too close; None when it cannot be decided."""
-    chosen = record.chosen
-    accuracies = [c.val_metric for c in record.candidates if c.status == "ok"]
-    known = sorted((a for a in accuracies if a is not None), reverse=True)
-    if record.stage or chosen is None or not record.validation_samples or len(known) < 2:
-        return None
-    if not record.metric.is_fraction or chosen.score != chosen.val_metric:
-        return None  # the standard error of another score is not known
-    variance = sum(a * (1 - a) for a in known[:2]) / record.validation_samples
-    return known[0] - known[1] <= _CLEAR_DIFFERENCE * math.sqrt(variance)
-
-
 def _edge(run: RunRecords) -> Iterator[str]:
-    rounds = [r for r in run.rounds if not r.stage and r.chosen is not None]
-    searched = [r for r in rounds if len(r.candidates) > 1]
-    hints = {
-        "lowest": "short pre-trainings favor low rates; policy stpt_horizon avoids that",
-        "highest": "add higher multipliers",
-    }
-    for (name, hint), pick in zip(hints.items(), (min, max), strict=True):
-        wins = sum(r.chosen is pick(r.candidates, key=lambda c: c.lr) for r in searched)
-        if rounds and wins > _MANY * len(rounds):
-            yield (
-                f"In {wins} of {times(len(rounds), 'round')}, the {name} learning rate of the "
-                f"set won: {hint}"
-            )
-    yield from _edge_of_peak_search(run.rounds)
-
-
-def _edge_of_peak_search(rounds: Sequence[RoundRecord]) -> Iterator[str]:
-    search = [record for record in rounds if record.epoch == 1 and record.stage]
+    search = [record for record in run.rounds if record.epoch == 1 and record.stage]
     rates = [c.lr for record in search for c in record.candidates if c.status == "ok"]
     if search and len(set(rates)) > 1 and search[-1].next_base_lr in (min(rates), max(rates)):
         yield (

@@ -25,7 +25,7 @@ Whether candidates have learned enough for a decision.
     replaces    another optimizer replaces the preferred one if its L is lower by more than its e
 
 A network that hardly trained says nearly the same of every sample, so the standard error of the
-differences, sample by sample, is about e. A fall of less than a hundredth is that of a network
+differences, sample by sample, is about e. A fall of less than a hundredth is typical of a network
 that has learned how frequent the classes are, and nothing of their samples. The loss of a network
 that starts with confident guesses falls by more than that while it learns no more: hence the limit
 of U. Above it a lower loss says something about rates, but nothing about optimizers.
@@ -46,8 +46,8 @@ _ERRORS, _LEAST_FALL = 3.0, 0.01
 _FINALISTS = 2
 
 # With more times the operations of a batch, SGD makes more of the time: on a CPU, a step of
-# ResNet-18 with 32 images of 32 x 32 pixels (15 times) is 7 times as long, that of an MLP with 32
-# vectors (74 times) 35 times.
+# ResNet-18 with 32 images of 32 x 32 pixels (15 times) is 7 times as long, a step of an MLP with
+# 32 vectors (74 times) 35 times.
 _MAX_STEP_COST = 4.0
 # Up to this many operations in a training, a minute or two of one core, better steps are worth it.
 _FEW_FLOPS = 5e12
@@ -147,7 +147,7 @@ def class_entropy(class_counts: Sequence[int], label_smoothing: float = 0.0) -> 
 
 
 def noise(best: CandidateResult, untrained: float) -> float:
-    """Return by how much the best loss has to be below that of a network that hardly trained."""
+    """Return by how much the best loss has to be below an untrained network's."""
     return max(_ERRORS * best.val_loss_error, _LEAST_FALL * abs(untrained))
 
 
@@ -157,7 +157,7 @@ def has_learned(best: CandidateResult, untrained: float) -> bool:
 
 
 def is_better(other: CandidateResult, preferred: CandidateResult) -> bool:
-    """Return whether another optimizer's best candidate replaces that of the preferred one."""
+    """Return whether another optimizer's best candidate replaces the preferred one's."""
     return preferred.val_loss - other.val_loss > other.val_loss_error
 
 

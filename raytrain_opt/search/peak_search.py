@@ -11,8 +11,8 @@ neighborhood of the best decade gets the longer schedule. Rates are points of on
 initial rate decides where the search begins, not where it ends.
 
 The peak is the weighted mean of all rates that reduce the loss: the mean of the fine candidates'
-log rates, weighted by a power of their gain. The gain is how much lower their loss is than that of
-a rate a decade below in few steps, which hardly trains. The best single candidate is a worse
+log rates, weighted by a power of their gain. The gain is how much lower their loss is than at a
+rate a decade below in few steps, which hardly trains. The best single candidate is a worse
 choice: trainings of one rate on other batches differ by more than trainings of neighboring rates,
 and the mean averages that out. A candidate that diverged has no gain, so it needs no rule of its
 own. The policy makes the peak smaller for some networks (`peak_factor`). Short candidates bear

@@ -116,7 +116,6 @@ class CandidateResult:
     train_s: float
     score_s: float
     slot: int  # -1 when it was lost, or all workers trained it together
-    val_samples: int = 0  # of the validation split
     metric: Metric = Metric()
     failure: str = ""  # the exception that its training or scoring raised
     val_loss_error: float = 0.0  # standard error of `val_loss` over the samples
@@ -137,7 +136,6 @@ class CandidateResult:
             train_s=trained.duration_s,
             score_s=scored.duration_s,
             slot=slot,
-            val_samples=scored.samples,
             metric=scored.metric,
             val_loss_error=scored.loss_error,
             failure=trained.failure or scored.failure,

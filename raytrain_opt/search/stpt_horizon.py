@@ -148,7 +148,7 @@ class HorizonStpt(Policy):
     def _initial(self, optimizer: int) -> float:
         """Return the rate at which the search starts, and which trains if it cannot decide.
 
-        The job's is that of SGD among several; so is the default.
+        The job gives it for SGD where there are several; so is the default.
         """
         initial = self.section.initial
         if len(self.optimizers) == 1 and initial not in (_SGD_LR, FINE_TUNING_LR):

@@ -31,7 +31,7 @@ _HALF = 32
 
 
 def set_momentum(model: nn.Module, momentum: float | None) -> None:
-    """Set the weight of a new batch in the running averages; None: leave that of the model."""
+    """Set the weight of a new batch in the running averages; None: leave the model's."""
     for layer in model.modules():
         if momentum is not None and isinstance(layer, _BatchNorm):
             layer.momentum = momentum

@@ -18,7 +18,7 @@ from PIL import Image
 from raytrain_opt.recording.predictions import PredictionsRecord
 from raytrain_opt.results import Predictions
 
-STEPS, VALIDATION_SAMPLES = 20, 400
+STEPS = 20
 MULTIPLIERS: tuple[float, ...] = (2.0, 1.0, 0.5)
 START_UP_S, EPOCH_S = 30.0, 2.0
 
@@ -127,7 +127,6 @@ def round_line(epoch: int, winner: int | None = 1, **changes: Any) -> dict[str, 
         "search_on": "slots",
         "candidates": candidates,
         "metric": {"name": "accuracy", "higher_is_better": True},
-        "validation_samples": VALIDATION_SAMPLES,
         "winner": winner,
         "reason": "best validation accuracy of 3",
         "next_base_lr": 0.1 * (1.0 if winner is None else MULTIPLIERS[winner]),
