@@ -8,6 +8,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def run_digest(run_dir: str, records: Sequence[str]) -> str:
 
     folder = RunPaths.existing(run_dir, write=False).checkpoints
     state, _ = read_checkpoint(folder / read_index(folder)[-1].folder)
-    digest = hashlib.sha256(f"{state.digest()} {state.plain}".encode())
+    digest = hashlib.sha256(f"{state.digest()} {replace(state, tensors={})}".encode())
     for name in records:
         text = (storage.read(run_dir, name) or b"").decode()
         for line in text.splitlines() if name.endswith(".jsonl") else [text]:

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -209,7 +209,7 @@ class WeightShard:
             for name, parameter in self._named.items():
                 parameter.copy_(state.tensors[f"model.{name}"].tensor())
         self.optimizer.load_state_dict(optimizer_state_dict(self._own(state)))
-        self._loaded_groups = state.plain["param_groups"]
+        self._loaded_groups = state.param_groups
         for group in self.optimizer.param_groups:
             group |= convert(group, phase.micro_batches)
             if "weight_decay" in group:
@@ -224,12 +224,12 @@ class WeightShard:
             for name, tensor in state.tensors.items()
             if name.startswith("optimizer.") and int(name.split(".")[1]) in self._own_indices
         }
-        plain = {
+        others = {
             index: values
-            for index, values in state.plain["optimizer_state"].items()
+            for index, values in state.optimizer_state.items()
             if index in self._own_indices
         }
-        return TrainingState(own, {**state.plain, "optimizer_state": plain})
+        return replace(state, tensors=own, optimizer_state=others)
 
     def apply(self, number: int, version: int, gradient: Tensor) -> int:
         """Update the weights by the flat gradient of a micro-batch; return its staleness.
@@ -283,13 +283,13 @@ def assemble_state(
     optimizer_state: dict[int, object] = {}
     for part in parts:
         tensors |= part.tensors
-        optimizer_state |= part.plain["optimizer_state"]
-    plain = {
-        **start.plain,
-        "optimizer_state": dict(sorted(optimizer_state.items())),
-        "param_groups": parts[0].plain["param_groups"],
-    }
-    return TrainingState(tensors, plain)
+        optimizer_state |= part.optimizer_state
+    return replace(
+        start,
+        tensors=tensors,
+        optimizer_state=dict(sorted(optimizer_state.items())),
+        param_groups=parts[0].param_groups,
+    )
 
 
 def advance_buffers(

@@ -222,8 +222,8 @@ def write_checkpoint(
     assert len(texts) <= 1
     rest = {
         "optimizer": optimizer_state_dict(state),
-        "optimizer_index": state.plain["optimizer_index"],
-        "scaler": state.plain["scaler"],
+        "optimizer_index": state.optimizer_index,
+        "scaler": state.scaler,
         "progress": progress,
     }
     return {
@@ -239,7 +239,7 @@ def require_readable(state: TrainingState) -> None:
     plain, hint = BytesIO(), "keep tensors, numbers, texts, lists and dicts there"
     rule = "its groups or state hold {}, which a resume could not read"
     try:
-        torch.save((state.plain["param_groups"], state.plain["optimizer_state"]), plain)
+        torch.save((state.param_groups, state.optimizer_state), plain)
     except Exception as error:  # whatever an object raises that cannot be pickled
         rule = rule.format(f"what cannot be saved ({error})")
         raise JobError([Problem("optimizer.name", rule, hint=hint)]) from error

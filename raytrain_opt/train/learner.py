@@ -133,7 +133,7 @@ class Learner:
 
     def load(self, state: TrainingState) -> None:
         """Copy a state into the model, its optimizer and the scaler."""
-        self._use_optimizer(state.plain["optimizer_index"])
+        self._use_optimizer(state.optimizer_index)
         restore(state, self.model, self.optimizer, self.scaler)
 
     def _use_optimizer(self, index: int) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -74,8 +74,11 @@ class TrainingState:
     """Everything that training continues from."""
 
     tensors: dict[str, PackedTensor]  # by dotted name
-    # Not tensors. `optimizer_index`: position among the optimizers of the job.
-    plain: dict[str, Any]
+    # The rest of the optimizer's state, by parameter, with None in place of each tensor.
+    optimizer_state: dict[int, Any] = field(default_factory=dict)
+    param_groups: list[dict[str, Any]] = field(default_factory=list)
+    scaler: dict[str, Any] = field(default_factory=dict)
+    optimizer_index: int = 0  # among the optimizers of the job
 
     @property
     def nbytes(self) -> int:
@@ -112,11 +115,11 @@ def capture(
     scaler: torch.amp.GradScaler,
     *,
     copy: bool,
-    **plain: Any,
+    optimizer_index: int = 0,
 ) -> TrainingState:
-    """Capture a training's state; see `to_cpu_state`, which takes the other arguments, too."""
+    """Capture a training's state; see `to_cpu_state`."""
     states = (model.state_dict(keep_vars=True), optimizer.state_dict(), scaler.state_dict())
-    return to_cpu_state(*states, copy=copy, **plain)
+    return to_cpu_state(*states, copy=copy, optimizer_index=optimizer_index)
 
 
 def to_cpu_state(
@@ -132,14 +135,13 @@ def to_cpu_state(
         name: PackedTensor.from_tensor(tensor, copy)
         for name, tensor in named_tensors(model, optimizer)
     }
-    plain = {
-        # By parameter, with None in place of each tensor.
-        "optimizer_state": tree_map_only(Tensor, lambda _: None, optimizer["state"]),
-        "param_groups": optimizer["param_groups"],
-        "scaler": dict(scaler),
-        "optimizer_index": optimizer_index,
-    }
-    return TrainingState(tensors, plain)
+    return TrainingState(
+        tensors,
+        tree_map_only(Tensor, lambda _: None, optimizer["state"]),
+        optimizer["param_groups"],
+        dict(scaler),
+        optimizer_index,
+    )
 
 
 def named_tensors(
@@ -168,7 +170,7 @@ def restore(
     """Copy `state` into model, optimizer and scaler, whose parameters stay the same objects."""
     model.load_state_dict(model_tensors(state))
     optimizer.load_state_dict(optimizer_state_dict(state))
-    scaler.load_state_dict(state.plain["scaler"])
+    scaler.load_state_dict(state.scaler)
 
 
 def model_tensors(state: TrainingState) -> dict[str, Tensor]:
@@ -190,5 +192,5 @@ def optimizer_state_dict(state: TrainingState) -> dict[str, Any]:
         packed = state.tensors.get(_optimizer_name(path))
         return None if packed is None else packed.tensor().clone()
 
-    per_parameter = tree_map_with_path(unpack, state.plain["optimizer_state"])
-    return {"state": per_parameter, "param_groups": state.plain["param_groups"]}
+    per_parameter = tree_map_with_path(unpack, state.optimizer_state)
+    return {"state": per_parameter, "param_groups": state.param_groups}

@@ -162,11 +162,9 @@ def test_without_staleness_each_gradient_is_a_step_of_synchronous_training(
             )
     assert server.scheduler.staleness.max == 0
     learner.load(final_state)  # synchronous training continues from it, at its own settings
-    assert learner.state(copy=True).plain["param_groups"] == [
+    assert learner.state(copy=True).param_groups == [
         {**group, "lr": saved["lr"]}
-        for group, saved in zip(
-            state.plain["param_groups"], final_state.plain["param_groups"], strict=True
-        )
+        for group, saved in zip(state.param_groups, final_state.param_groups, strict=True)
     ]
 
 

@@ -182,7 +182,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
 
 
 def state(number: int) -> TrainingState:
-    return TrainingState({}, {"number": number})
+    return TrainingState({}, optimizer_index=number)
 
 
 def pool_of(mailbox: FakeMailboxActor, name: str, size: int, **changes: Any) -> RayPool:

@@ -62,7 +62,7 @@ def objects(monkeypatch: pytest.MonkeyPatch) -> Objects:
 
 
 def state(number: int) -> TrainingState:
-    return TrainingState({}, {"number": number})
+    return TrainingState({}, optimizer_index=number)
 
 
 def stored(objects: Objects, number: int) -> StateRef:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def test_a_checkpoint_is_read_back_bit_by_bit(tmp_path: Path, optimizer: str) ->
     saved = open_checkpoints(tmp_path).save(3, state, PROGRESS, 0.5)
     back, progress = read_checkpoint(tmp_path / saved.folder)
     assert progress == PROGRESS
-    assert back.plain == state.plain
+    assert replace(back, tensors={}) == replace(state, tensors={})
     # Weights come back in plain order, whatever the order in memory was.
     for name, tensor in state.tensors.items():
         assert torch.equal(back.tensors[name].tensor(), tensor.tensor())
@@ -65,7 +66,7 @@ def test_a_checkpoint_is_read_back_bit_by_bit(tmp_path: Path, optimizer: str) ->
 
 def test_an_optimizer_that_could_not_be_read_back_is_not_saved(tmp_path: Path) -> None:
     state = trained()
-    state.plain["param_groups"][0]["folder"] = tmp_path
+    state.param_groups[0]["folder"] = tmp_path
     with pytest.raises(JobError, match=r"optimizer\.name: .* pathlib.*Path.* a resume"):
         open_checkpoints(tmp_path).save(3, state, PROGRESS, 0.5)
     assert read_index(tmp_path) == []
