@@ -204,8 +204,9 @@ def _best_epoch(record: ResultRecord) -> str:
     text = f"{best.epoch} of {record.epochs}: {best.metric.name} {_metric_text(best)}"
     last = _metric_text(final)
     text = text if last == _metric_text(best) else f"{text} (last {last})"
-    shown = () if best.metric.name == "accuracy" else best.test_metrics.items()
-    others = [f"{name} {plain(value)}" for name, value in shown if name != best.metric.name]
+    shown = {} if best.metric.name == "accuracy" else dict(best.test_metrics)
+    shown.pop(best.metric.name, None)
+    others = [f"{name} {Metric(name).text(value)}" for name, value in shown.items()]
     return ", ".join([text, *others])
 
 
