@@ -126,11 +126,11 @@ class TrainingRun:
         self._show_phase(action.epoch, f"pre-train {len(action.candidates)} candidates")
         self._in_round = True
         results = self._epoch.results_of(action)
-        left = action.candidates[len(results) :]
-        # Workers train one after the other; a winner's state is kept for one command.
-        one_by_one = self.pools.slots is None and not action.keeps_winner
         with self._measure("pretrain"):
-            for part in [(candidate,) for candidate in left] if one_by_one else [left]:
+            while left := action.candidates[len(results) :]:
+                # A wave; a winner's state is kept for one command, with all candidates.
+                wave = 1 if self.pools.slots is None else len(pool.alive())
+                part = left if action.keeps_winner else left[:wave]
                 results += train_candidates(pool, state, replace(action, candidates=part))
                 self._epoch.keep_results(action, results)
                 self.checkpoints.interval.count(len(part) * action.pretrain_steps)

@@ -34,6 +34,7 @@ _LOCK = ".lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 # `is_locked` holds the lock for microseconds; a run that starts just then tries once more.
 _RETRY_S = 0.2
+_locks = set[int]()  # descriptors of those that this process holds
 
 
 @dataclass(frozen=True)
@@ -197,11 +198,23 @@ def lock_run_directory(run_dir: Path) -> Iterator[Callable[[], bool]]:
                     content = content[os.write(file.fileno(), content) :]
             return held
 
+        _locks.add(file.fileno())
         try:
             yield sign
         finally:
+            _locks.discard(file.fileno())
             if is_new:
                 path.unlink(missing_ok=True)
+
+
+def _leave_locks() -> None:
+    """Hold no lock in a fork, such as a loader process, which may outlive a killed run."""
+    for descriptor in _locks:
+        os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
+    _locks.clear()
+
+
+os.register_at_fork(after_in_child=_leave_locks)
 
 
 def _lock_exclusively(file: TextIO) -> None:

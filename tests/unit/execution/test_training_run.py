@@ -370,11 +370,12 @@ def test_a_notice_that_a_node_will_be_taken_away_saves_the_next_segment(
     assert (within[0], 0 < within[2] < 10, end) == (0, True, (1, 0, 0, 0))
 
 
-def test_a_search_on_workers_that_is_killed_trains_no_candidate_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("search_on", ["workers", "slots"])
+def test_a_search_that_is_killed_trains_no_candidate_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, search_on: str
 ) -> None:
     """Each process is killed when it would train its second candidate."""
-    section = JOBS["stpt_horizon"]["learning_rate"] | {"search_on": "workers"}
+    section = JOBS["stpt_horizon"]["learning_rate"] | {"search_on": search_on}
     changes = JOBS["stpt_horizon"] | {"learning_rate": section}
     job = tiny_job(tmp_path, **changes, checkpoint={"every": 1})
     execute(job, whole := tmp_path / "whole")
