@@ -190,9 +190,6 @@ class ImageFolderData(LoaderSection):
     """Height and width of the images given to the model, in pixels."""
     random_crop: bool = True
     """Train on random crops, mirrored at random; false: the center crop."""
-    color_only: bool = False
-    """Leave out gray images, whose files have one channel; the header of each file is read at the
-    start. false: they become RGB."""
 
     def files(self) -> Iterator[tuple[str, str]]:
         yield "data.root", self.root

@@ -17,12 +17,7 @@ import numpy as np
 from raytrain_opt import storage
 from raytrain_opt.config.data import ImageFolderData
 from raytrain_opt.data.base import SourceSplit, digest, excerpt, spread
-from raytrain_opt.data.images import (
-    SUFFIXES,
-    ImageError,
-    open_image,
-    read_image_file,
-)
+from raytrain_opt.data.images import SUFFIXES, read_image_file
 from raytrain_opt.data.source import ImageSource
 from raytrain_opt.errors import DataError, StorageError, printable
 
@@ -88,15 +83,12 @@ COLUMNS = ("file", "label", "split")
 _MEASURED_FILES = 10_000
 # Folders that systems and programs make beside files, besides hidden ones.
 _SYSTEM_FOLDERS = ("__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN", "lost+found")
-# Pillow's modes of images without colors.
-_GRAY_MODES = ("1", "L", "LA", "I", "I;16", "F")
 
 
 class ImageFolderSource(ImageSource):
     """Images of two folders as uint8 [image_size, image_size, 3]; grayscale becomes RGB.
 
-    Raises DataError: a folder, a class in one of them or a file of the CSV file is missing, or
-    the training set lacks a class, perhaps because all its images are gray.
+    Raises DataError: a folder, a class in one of them or a file of the CSV file is missing.
     """
 
     field = "data.root"
@@ -108,14 +100,6 @@ class ImageFolderSource(ImageSource):
             self._folders = _read_labels(section, section.labels)
         else:
             self._folders = _open_folders(section, left_out)
-        if section.color_only:
-            self._folders = {split: _in_color(files) for split, files in self._folders.items()}
-            train = self._folders["train"]
-            lost = np.setdiff1d(np.arange(len(train.classes)), train.labels)
-            gray = [f"class {train.classes[i]} of the training set" for i in lost]
-            gray += [] if self.size("test") else ["the test set"]
-            if gray:
-                raise DataError("data.color_only", f"leaves no image of {gray[0]}: all are gray")
         self._root = os.fsencode(f"{Path(section.root).expanduser().absolute()}/")
         self.notes = left_out_note(left_out)
         if "final" in self._folders:
@@ -266,18 +250,6 @@ def left_out_note(left_out: Counter[str]) -> tuple[str, ...]:
     kinds = [f"{count:,} {kind}" for kind, count in left_out.most_common(8) if count]
     text = f"{left_out.total():,} files or folders are left out: {', '.join(kinds)}"
     return (printable(text),) if kinds else ()
-
-
-def _in_color(files: ImageFiles) -> ImageFiles:
-    every = (files[index] for index in range(len(files)))
-    return ImageFiles(files.classes, (file for file in every if _has_colors(file[0])))
-
-
-def _has_colors(path: str) -> bool:
-    try:
-        return open_image(read_image_file(path)).mode not in _GRAY_MODES
-    except ImageError:  # a damaged file is reported, or skipped, when it is read
-        return True
 
 
 def _read_labels(section: ImageFolderData, path: str) -> dict[SourceSplit, ImageFiles]:

@@ -272,17 +272,6 @@ def test_a_function_that_generates_data_generates_the_same_every_time() -> None:
 # --- Image folders -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("pattern", "what"),
-    [("train/dog/*", "class dog of the training set"), ("val/*/*", "the test set")],
-)
-def test_a_set_without_colors_is_named(image_tree: Path, pattern: str, what: str) -> None:
-    for path in image_tree.glob(pattern):
-        Image.open(path).convert("L").save(path)
-    with pytest.raises(DataError, match=rf"data\.color_only: leaves no image of {what}"):
-        new_data(folder_section(image_tree, color_only=True))
-
-
 def test_training_images_may_be_the_center(image_tree: Path) -> None:
     for random_crop in (True, False):
         files = ImageFolderSource(folder_section(image_tree, random_crop=random_crop))
@@ -364,16 +353,6 @@ def test_links_to_files_elsewhere_are_samples_and_broken_ones_are_named(image_tr
         pytest.raises(DataError, match=r"cat/0\.png .*No such file"),
     ):
         data.first_samples("train")
-
-
-def test_gray_images_are_left_out_where_the_job_wants_colors(image_tree: Path) -> None:
-    (image_tree / "train" / "cat" / "0.png").write_bytes(b"damaged")
-    every, colored = (
-        ImageFolderSource(folder_section(image_tree, color_only=only)) for only in (False, True)
-    )
-    assert (every.size("train"), every.size("test")) == (20, 6)
-    assert (colored.size("train"), colored.size("test")) == (19, 5)
-    assert colored.labels.tolist() == [0] * 10 + [1] * 9  # a damaged file is found when it is read
 
 
 def test_auto_normalizes_with_imagenets_mean_and_std(image_tree: Path) -> None:
