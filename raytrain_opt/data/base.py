@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -190,19 +191,8 @@ class TrainingData(ABC):
     ) -> None:
         from raytrain_opt.data import transforms  # not at the top: the driver needs no torch
 
-        self.source, self._seed, labels = source, seed, source.labels
-        if section.is_balanced and labels is None:
-            rule = "balanced needs the class of each sample: `targets` of the training Dataset"
-            raise DataError("data.sampler", rule)
-        self._split = sampling.TrainingSplit(
-            source.size("train"),
-            hold_out,
-            seed,
-            balanced_labels=labels if section.is_balanced else None,
-            sampler=sampling.own_sampler(section.sampler),
-            lengths=source.lengths,
-            window=source.window,
-        )
+        self.source, self._seed = source, seed
+        self._split = _split(source, section, hold_out, seed)
         self._sets = {
             "test": np.arange(source.size("test")),
             "final": np.arange(source.final_size),
@@ -212,9 +202,7 @@ class TrainingData(ABC):
         self._augment = transforms.Augmentation(
             section.augment, seed, shape, is_uint8=source.is_image
         )
-        auto = None
-        if section.normalize == "auto":
-            auto = source.mean_std(self._split.training)
+        auto = source.mean_std(self._split.training) if section.normalize == "auto" else None
         preprocessing = transforms.resolve_preprocessing(
             section.normalize, shape, source.is_image, auto, center_crop=source.is_cropped
         )
@@ -226,13 +214,12 @@ class TrainingData(ABC):
             test_size=source.size("test"),
             final_size=source.final_size,
             class_names=source.class_names,
-            class_counts=count_classes(labels, source.num_classes, source.field),
+            class_counts=count_classes(source.labels, source.num_classes, source.field),
             preprocessing=preprocessing,
             notes=source.notes,
             example=source.example,
         )
 
-    @abstractmethod
     def train_batches(
         self,
         epoch: int,
@@ -251,6 +238,26 @@ class TrainingData(ABC):
         step, index in the global batch), not on the process that computes a micro-batch. Raises
         DataError for unreadable samples, ValueError for a step or micro-batch that does not exist.
         """
+        order = self._split.order(
+            epoch, search=search, held_out=held_out, global_batch_size=global_batch_size
+        )
+        taken: deque[sampling.MicroBatch] = deque()
+
+        def parts() -> Iterator[sampling.MicroBatch]:
+            for step, number in indices:
+                taken.append(
+                    sampling.micro_batch(order, step, number, num_micro_batches, global_batch_size)
+                )
+                yield taken[-1]
+
+        for batch in self._read(epoch, parts()):
+            part = taken.popleft()
+            batch = replace(batch, relative_size=part.relative_size)
+            yield self._augment(batch, epoch, part.step, part.rows)
+
+    @abstractmethod
+    def _read(self, epoch: int, parts: Iterator[sampling.MicroBatch]) -> Iterator[Batch]:
+        """Yield the batch of each micro-batch, before what changes complete batches."""
 
     @abstractmethod
     def eval_batches(
@@ -274,6 +281,23 @@ class TrainingData(ABC):
 
     def close(self) -> None:  # noqa: B027 - data in memory have no processes
         """End the loader processes, where there are any."""
+
+
+def _split(
+    source: DataSource, section: Any, hold_out: HoldOut, seed: int
+) -> sampling.TrainingSplit:
+    if section.is_balanced and source.labels is None:
+        rule = "balanced needs the class of each sample: `targets` of the training Dataset"
+        raise DataError("data.sampler", rule)
+    return sampling.TrainingSplit(
+        source.size("train"),
+        hold_out,
+        seed,
+        balanced_labels=source.labels if section.is_balanced else None,
+        sampler=sampling.own_sampler(section.sampler),
+        lengths=source.lengths,
+        window=source.window,
+    )
 
 
 def channel_axis(shape: tuple[int, ...], default: int) -> int:

@@ -6,7 +6,7 @@ work itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -53,32 +53,16 @@ class InMemoryData(TrainingData):
             for x, y in ((source.train_x, source.train_y), (source.test_x, source.test_y))
         )
 
-    def train_batches(
-        self,
-        epoch: int,
-        indices: Iterable[tuple[int, int]],
-        num_micro_batches: int,
-        global_batch_size: int,
-        *,
-        search: bool = False,
-        held_out: int = 0,
-    ) -> Iterator[Batch]:
-        """See `TrainingData.train_batches`."""
-        order = self._split.order(epoch, search=search, held_out=held_out)
-        for step, number in indices:
-            samples, rows, relative_size = sampling.micro_batch(
-                order, step, number, num_micro_batches, global_batch_size
-            )
-            x, y = self._train_store.take(samples, self.on_copy)
+    def _read(self, epoch: int, parts: Iterator[sampling.MicroBatch]) -> Iterator[Batch]:
+        for part in parts:
+            x, y = self._train_store.take(part.samples, self.on_copy)
             if self._padding or self._flip:
                 draws = sampling.draw_crop_flip(
-                    self._seed, epoch, step, rows, self._padding, self._flip
+                    self._seed, epoch, part.step, part.rows, self._padding, self._flip
                 )
                 x = transforms.crop_and_flip(x, draws, self._padding)
-            keys = sampling.sample_keys(step, rows, global_batch_size)
-            x = self._augment.apply_policy(x, epoch, keys)
-            batch = Batch(self._transform(x), y, relative_size=relative_size)
-            yield self._augment(batch, epoch, step, rows)
+            x = self._augment.apply_policy(x, epoch, part.keys)
+            yield Batch(self._transform(x), y)
 
     def eval_batches(
         self, split: Split, rank: int, world_size: int, batch_size: int

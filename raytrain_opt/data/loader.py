@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.data import HoldOut, LoaderSection
-from raytrain_opt.data import sampling
 from raytrain_opt.data.base import Batch, SourceSplit, TrainingData
 from raytrain_opt.data.batch_reader import (
     BatchReader,
@@ -27,7 +26,7 @@ from raytrain_opt.data.batch_reader import (
     keep_batch,
 )
 from raytrain_opt.data.nesting import leaves, map_leaves
-from raytrain_opt.data.sampling import Purpose
+from raytrain_opt.data.sampling import MicroBatch, Purpose
 from raytrain_opt.data.source import SampleSource
 from raytrain_opt.data.transforms import CopyStream
 from raytrain_opt.errors import DataError
@@ -77,37 +76,14 @@ class DataLoaderData(TrainingData):
         self._reader = BatchReader(source, seed, skip, self._augment.policy)
         self._loader = _ReusedLoader(section, self._reader, device)
 
-    def train_batches(
-        self,
-        epoch: int,
-        indices: Iterable[tuple[int, int]],
-        num_micro_batches: int,
-        global_batch_size: int,
-        *,
-        search: bool = False,
-        held_out: int = 0,
-    ) -> Iterator[Batch]:
-        """See `TrainingData.train_batches`."""
-        order = self._split.order(
-            epoch, search=search, held_out=held_out, global_batch_size=global_batch_size
-        )
-        requested: deque[tuple[int, sampling.MicroBatch]] = deque()
-
+    def _read(self, epoch: int, parts: Iterator[MicroBatch]) -> Iterator[Batch]:
         def requests() -> Iterator[BatchRequest]:
-            for step, number in indices:
-                part = sampling.micro_batch(
-                    order, step, number, num_micro_batches, global_batch_size
-                )
-                keys = sampling.sample_keys(step, part.rows, global_batch_size)
-                name = f"micro-batch {number} of {num_micro_batches}, step {step}, epoch {epoch}"
-                requested.append((step, part))
+            for part in parts:
+                name = f"a micro-batch of step {part.step}, epoch {epoch}"
                 samples, purpose = part.samples.tolist(), Purpose.TRAIN_SAMPLE
-                yield BatchRequest(name, "train", purpose, epoch, samples, keys.tolist())
+                yield BatchRequest(name, "train", purpose, epoch, samples, part.keys.tolist())
 
-        for batch in self._batches(requests()):
-            step, part = requested.popleft()
-            batch = replace(batch, relative_size=part.relative_size)
-            yield self._augment(batch, epoch, step, part.rows)
+        return self._batches(requests())
 
     def eval_batches(
         self, split: Split, rank: int, world_size: int, batch_size: int

@@ -211,14 +211,17 @@ def own_sampler(name: str | Sampler) -> Sampler | None:
 
 
 class MicroBatch(NamedTuple):
-    """A part of a step: its samples, their positions in the global batch, and its relative size.
+    """A part of a step: its samples, and their positions in the global batch.
 
-    See `base.Batch.relative_size`.
+    `relative_size`: see `base.Batch`. `keys`: of the samples' random numbers, which are positions
+    in the epoch, so they differ for copies of a sample.
     """
 
+    step: int
     samples: Indices
     rows: slice
     relative_size: float
+    keys: Indices
 
 
 def micro_batch(
@@ -239,15 +242,8 @@ def micro_batch(
     samples = order[step * global_batch_size : (step + 1) * global_batch_size]
     start, stop = (i * len(samples) // num_micro_batches for i in (number, number + 1))
     relative_size = (stop - start) * num_micro_batches / len(samples)
-    return MicroBatch(samples[start:stop], slice(start, stop), relative_size)
-
-
-def sample_keys(step: int, rows: slice, global_batch_size: int) -> Indices:
-    """Return the keys of the random numbers of these rows of the step's global batch.
-
-    They are positions in the epoch, so they differ for copies of a sample.
-    """
-    return step * global_batch_size + np.arange(rows.start, rows.stop)
+    keys = step * global_batch_size + np.arange(start, stop)
+    return MicroBatch(step, samples[start:stop], slice(start, stop), relative_size, keys)
 
 
 def rank_indices(split: Indices, rank: int, world_size: int) -> Indices:
