@@ -101,7 +101,6 @@ def find_optimizer(
 
 
 def _search(learner: Learner, resolved: Resolved) -> History:
-    """Try candidates until the policy trains; return its decisions."""
     pools = in_process_pools(learner, with_slots=False, candidate_batch=None)
     state, history = fetch_initial_state(pools.workers), History()
     while isinstance(action := resolved.policy.next(1, history), TryCandidates):
@@ -188,7 +187,6 @@ class LossTask:
         self._of_samples: Callable[[Any, Any], Tensor] = of_samples
 
     def training_loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return the mean loss of the batch."""
         x, y = batch
         return self.loss(model(x), y)
 

@@ -59,7 +59,6 @@ class LearnerHandler:
         return None if failure is None else lone_failure(failure)
 
     def close(self) -> None:
-        """End loader processes."""
         self.learner.close()
 
     def forget_state(self) -> None:
@@ -87,7 +86,6 @@ class LearnerHandler:
     def _evaluate_part(
         self, command: Evaluate, part: int, parts: int, on_step: OnStep
     ) -> EvalTotals:
-        """Evaluate one of `parts` parts of the split."""
         self._load(command.state)
         return self.learner.evaluate(command.split, part, parts, on_step)
 
@@ -175,7 +173,6 @@ class CandidateTrainer(LearnerHandler):
     def _try(
         self, plan: TryCandidates, candidate: Candidate, on_step: Callable[[int], object]
     ) -> CandidateResult:
-        """Train the candidate and score it."""
         learner, slot = self.learner, self.index if self._alone else -1
         trained = self._train(plan, candidate, on_step)
         part = learner.evaluate("validation", self._rank, self.world_size)

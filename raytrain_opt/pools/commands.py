@@ -163,7 +163,6 @@ class MainTrainReply:
 
 
 def state_in(reply: object) -> StateRef | None:
-    """Return the state reference in a reply, if it has one."""
     if isinstance(reply, MainTrainReply):
         return reply.state
     return reply if isinstance(reply, StateRef) else None

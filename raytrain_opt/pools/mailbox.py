@@ -100,7 +100,6 @@ class PoolState:
         )
 
     def hear(self, index: int) -> None:
-        """Record a sign of life."""
         self.last_heard_s = self.heard_s[index] = monotonic_s()
 
     def post(self, number: int, command: Command) -> None:
@@ -203,7 +202,6 @@ class Mailbox:
         state.changed.notify()
 
     async def is_closed(self, pool: str) -> bool:
-        """Return whether the residents of the pool are asked to leave."""
         return isinstance(self._pools[pool].command, Close)
 
     async def shared(self) -> list[Any] | None:
@@ -219,7 +217,6 @@ class Mailbox:
         return [r for index, r in sorted(state.residents.items()) if index not in state.lost]
 
     async def joined(self, pool: str) -> list[Resident]:
-        """Return the residents that have joined so far."""
         return list(self._pools[pool].residents.values())
 
     async def lose(self, pool: str, index: int) -> None:

@@ -33,7 +33,6 @@ T = TypeVar("T")
 
 
 def backend_of(*, use_gpu: bool) -> Literal["nccl", "gloo"]:
-    """Return the backend of torch that exchanges gradients."""
     return "nccl" if use_gpu else "gloo"
 
 

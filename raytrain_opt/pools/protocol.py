@@ -154,7 +154,6 @@ class SynchronousTraining:
         return self._finish(command)
 
     def _train_segment(self, command: MainTrain) -> None:
-        """Train a segment, and decide on the length of the next one."""
         began_s, steps = monotonic_s(), self._segment
         self._workers.command(command)
         in_time = int(steps * _SEGMENT_S / max(monotonic_s() - began_s, 1e-9))
@@ -231,10 +230,8 @@ class Pools:
 
     @property
     def search_on(self) -> Literal["slots", "workers"]:
-        """Who trains candidates."""
         return "workers" if self.slots is None else "slots"
 
     @property
     def all(self) -> list[Pool]:
-        """Both pools, or the workers alone."""
         return [self.workers] if self.slots is None else [self.workers, self.slots]

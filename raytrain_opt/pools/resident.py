@@ -76,7 +76,6 @@ class ResidentMailbox:
         return cast("tuple[int, Command]", next_command)
 
     def send(self, messages: Sequence[Reply | Report]) -> None:
-        """Send messages during a command."""
         ray.get(self._actor.receive.remote(messages))
 
 
@@ -116,7 +115,6 @@ class Group:
         return [value]
 
     def all(self, flag: bool) -> bool:
-        """Return whether the flag is true on all ranks."""
         return flag
 
     def share(self, values: Sequence[int]) -> list[Sequence[int]]:
@@ -172,7 +170,6 @@ class CommandLoop:
     _work: tuple[int, Progress | None] | None = None
 
     def run(self, handler: Handler) -> None:
-        """Execute commands until the pool is closed."""
         self.group.share((0,))
         report = partial(self._report, handler)
         threading.Thread(target=report, daemon=True, name="report-progress").start()
