@@ -216,7 +216,7 @@ def report(run_dir: str) -> None:
 @_json
 @_trust
 def evaluate(run_dirs: tuple[str, ...], ensemble: bool, as_json: bool, trust: bool) -> None:
-    """Compute the top-1 and top-5 error of finished runs.
+    """Compute the top-1 and top-5 error of finished runs, or the metrics of their task.
 
     RUN_DIR/checkpoints/NAME is a single checkpoint.
 

@@ -1,4 +1,4 @@
-"""Errors of finished runs on the test set, each and as an ensemble; one process, no Ray."""
+"""Errors or metrics of finished runs on the test set; ensembles; one process, no Ray."""
 
 from __future__ import annotations
 
@@ -47,10 +47,20 @@ class ErrorRates:
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """The errors of all runs, and of their ensemble where it was asked for."""
+class TaskMetrics:
+    """The metrics of a task on the test set, by name."""
 
-    runs: tuple[ErrorRates, ...]
+    run: str
+    checkpoint: str
+    samples: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The errors or metrics of all runs, and those of their ensemble where it was asked for."""
+
+    runs: tuple[ErrorRates | TaskMetrics, ...]
     ensemble: ErrorRates | None
     notes: tuple[str, ...] = ()
 
@@ -59,10 +69,15 @@ class Evaluation:
         rows = [*self.runs, *([self.ensemble] if self.ensemble else [])]
         names = [printable(f"{row.run} ({row.checkpoint})", kept="") for row in rows]
         width = max(map(len, names))
-        yield f"{'':{width}}  top-1 error  top-5 error  samples"
+        if any(isinstance(row, ErrorRates) for row in rows):
+            yield f"{'':{width}}  top-1 error  top-5 error  samples"
         for name, row in zip(names, rows, strict=True):
-            errors = f"{row.top1_error:11.2%}  {row.top5_error:11.2%}"
-            yield f"{name:{width}}  {errors}  {row.samples:7}"
+            if isinstance(row, ErrorRates):
+                values = f"{row.top1_error:11.2%}  {row.top5_error:11.2%}  {row.samples:7}"
+            else:
+                values = "  ".join(f"{name} {value:.4g}" for name, value in row.metrics.items())
+                values = f"{values}  ({row.samples} samples)"
+            yield f"{name:{width}}  {values}"
 
 
 @dataclass(frozen=True)
@@ -79,18 +94,19 @@ def evaluate_runs(run_dirs: Sequence[str], *, ensemble: bool, trust: bool = Fals
 
     With `ensemble` the mean of all probabilities is evaluated too; with `trust`, functions that
     the runs' jobs name are run. Raises JobError when an argument is not a run or the runs of an
-    ensemble have different data, CheckpointError or DataError when checkpoint or data cannot be
-    read.
+    ensemble have different data or a task, CheckpointError or DataError when checkpoint or data
+    cannot be read.
     """
-    runs = [find_run(run_dir, trust, "raytrain-opt evaluate") for run_dir in run_dirs]
+    classifier = "raytrain-opt evaluate --ensemble" if ensemble else None
+    runs = [find_run(run_dir, trust, classifier) for run_dir in run_dirs]
+    notes = tuple(f"{run.argument}: {note}" for run in runs for note in run.weights.notes)
+    if not ensemble:
+        return Evaluation(tuple(map(_evaluate, runs)), None, notes)
     predictions = [_predict(run) for run in runs]
     evaluated = tuple(
         error_rates(of_run, run.argument, run.weights.reached)
         for run, of_run in zip(runs, predictions, strict=True)
     )
-    notes = tuple(f"{run.argument}: {note}" for run in runs for note in run.weights.notes)
-    if not ensemble:
-        return Evaluation(evaluated, None, notes)
     first = predictions[0]
     for run, other in zip(runs, predictions, strict=True):
         if other.digest != first.digest or not torch.equal(other.labels, first.labels):
@@ -142,6 +158,15 @@ def trained_learner(run: SavedRun) -> Iterator[Learner]:
         learner.model.eval()
         with torch.no_grad(), learner.autocast():
             yield learner
+
+
+def _evaluate(run: SavedRun) -> ErrorRates | TaskMetrics:
+    checkpoint = run.weights.reached
+    if run.job.task.is_classification:
+        return error_rates(_predict(run), run.argument, checkpoint)
+    with trained_learner(run) as learner:
+        totals = learner.add_ranks(learner.evaluate("test"))
+    return TaskMetrics(run.argument, checkpoint, totals.samples, totals.means)
 
 
 def _predict(run: SavedRun) -> Predictions:

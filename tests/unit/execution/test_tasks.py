@@ -122,14 +122,19 @@ def test_a_trained_task_has_its_network_but_no_class_probabilities(tmp_path: Pat
     model = load_model(run_dir, trust=True)
     x = model.preprocess([[0.1] * 10])
     assert model.network(x).shape == (1, 1)
-    for refused in (lambda: model.classify(x), lambda: evaluate_runs([run_dir], ensemble=False)):
+    for refused in (lambda: model.classify(x), lambda: evaluate_runs([run_dir], ensemble=True)):
         with pytest.raises(JobError, match="needs task: classification"):
             refused()
     assert "takes arrays of shape (10,)" in command_error("predict", run_dir, "x.png", "--trust")
 
 
-def test_a_trained_task_predicts_its_test_set_and_is_exported(tmp_path: Path) -> None:
+def test_a_trained_task_is_evaluated_predicts_its_test_set_and_is_exported(tmp_path: Path) -> None:
     result = train("regression", tmp_path)
+    evaluation = CliRunner().invoke(main, ["evaluate", result.run_dir, "--trust", "--json"]).stdout
+    [row] = json.loads(evaluation)["runs"]
+    assert row["metrics"]["absolute_error"] == pytest.approx(result.test_metric, rel=1e-5)
+    text = CliRunner().invoke(main, ["evaluate", result.run_dir, "--trust"]).stdout
+    assert f"absolute_error {result.test_metric:.4g}" in text
     arguments = ("predict", result.run_dir, "--trust", "--json")
     output = CliRunner().invoke(main, arguments, catch_exceptions=False).stdout
     errors = [row["absolute_error"] for row in json.loads(output)["predictions"]]
