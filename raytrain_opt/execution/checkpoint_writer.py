@@ -79,9 +79,9 @@ class CheckpointWriter:
 
     @property
     def best(self) -> Checkpoint | None:
-        """The checkpoint on disk with the best metric."""
-        scored = ((c.score, c.epoch, c) for c in self._checkpoints.saved if c.score is not None)
-        return max(scored, default=(None, None, None))[-1]
+        """The first checkpoint on disk with the best metric."""
+        scored = [(c.score, -c.epoch, c) for c in self._checkpoints.saved if c.score is not None]
+        return max(scored, key=lambda entry: entry[:2])[2] if scored else None
 
     def save(
         self, state: TrainingState, progress: RunProgress, score: float | None = None
