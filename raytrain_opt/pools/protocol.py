@@ -193,11 +193,13 @@ def train_candidates(pool: Pool, start: StateRef, action: TryCandidates) -> list
     A candidate whose slot died too often is `lost`. Raises PoolError if all slots did.
     """
     residents = pool.alive()
-    replies = pool.command(Pretrain(start, action, residents), residents)
+    replies: dict[int, tuple[CandidateResult, ...]] = pool.command(
+        Pretrain(start, action, residents), residents
+    )
     if not replies:
         text = "every slot died more often than max_restarts allows"
         raise PoolError(f"epoch {action.epoch}: {text}")
-    results = {r.candidate.index: r for reply in replies.values() for r in reply.results}
+    results = {r.candidate.index: r for reply in replies.values() for r in reply}
     return [results.get(c.index) or CandidateResult.lost(c) for c in action.candidates]
 
 
