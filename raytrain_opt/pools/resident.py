@@ -132,10 +132,11 @@ def serve(
     group = make_group()
     with exits_as_errors():
         handler = make_handler(group)
-    mailbox, resident = ResidentMailbox(config.mailbox, pool), describe_this_process(pool, index)
+    context, pid = ray.get_runtime_context(), os.getpid()
+    log = f"worker-{context.get_worker_id()}-*-{pid}.err in Ray's session logs"
     loop = CommandLoop(
-        mailbox,
-        resident,
+        ResidentMailbox(config.mailbox, pool),
+        Resident(pool, index, context.get_node_id(), pid, log),
         peer_failure_grace_s,
         group,
         absent,
@@ -248,11 +249,9 @@ class CommandLoop:
                 self._send_progress(*work)
                 if work is not reported:
                     reported, since_s = work, monotonic_s()
-                elif self._is_overdue(since_s) and (failure := handler.failure) is not None:
+                is_overdue = monotonic_s() - since_s > self.no_progress_s
+                if self.group.size > 1 and is_overdue and (failure := handler.failure) is not None:
                     self.mailbox.send([self._reply(work[0], to_failure(failure))])
-
-    def _is_overdue(self, since_s: float) -> bool:
-        return self.group.size > 1 and monotonic_s() - since_s > self.no_progress_s
 
     def _send_progress(self, number: int, progress: Progress | None) -> None:
         """Let the driver know the progress. Ends the process if the run has ended."""
@@ -270,10 +269,3 @@ def peer_failure_grace_s(world_size: int, local_world_size: int) -> float:
         return 0.0
     on_one_node = world_size == local_world_size
     return _PROCESS_FAILURE_GRACE_S if on_one_node else _NODE_FAILURE_GRACE_S
-
-
-def describe_this_process(pool: str, index: int) -> Resident:
-    """Return the identity of this process, for records and messages."""
-    context = ray.get_runtime_context()
-    log = f"worker-{context.get_worker_id()}-*-{os.getpid()}.err in Ray's session logs"
-    return Resident(pool, index, context.get_node_id(), os.getpid(), log)
