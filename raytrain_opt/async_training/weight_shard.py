@@ -195,12 +195,10 @@ class WeightShard:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the weights."""
         return self.weights.dtype
 
     @property
     def version(self) -> int:
-        """Number of updates in this phase."""
         return len(self._applied)
 
     def load(self, state: TrainingState, phase: EpochPhase) -> None:

@@ -165,7 +165,6 @@ class ReportLostWorker(UserCallback):
     def after_exception(
         self, run_context: object, worker_exceptions: dict[int, Exception]
     ) -> None:
-        """Report these ranks; Ray Train calls this when they failed."""
         for rank in worker_exceptions:
             ray.get(self._server.coordinator.leave.remote(rank))
             report_lost(self._mailbox, WORKER_POOL, rank)

@@ -28,11 +28,9 @@ class Interval:
         self.restart()
 
     def restart(self) -> None:
-        """Begin anew."""
         self._began_s, self._steps = monotonic_s(), 0
 
     def count(self, steps: int) -> None:
-        """Count steps that were trained."""
         self._steps += steps
 
     def limit(self, steps: int) -> int:
@@ -41,12 +39,10 @@ class Interval:
 
     @property
     def steps_are_over(self) -> bool:
-        """Whether as many steps were trained."""
         return self._steps >= self._every_steps
 
     @property
     def time_is_over(self) -> bool:
-        """Whether the time has passed."""
         return monotonic_s() - self._began_s >= self._every_s
 
 
@@ -74,7 +70,6 @@ class CheckpointWriter:
 
     @property
     def latest(self) -> Checkpoint | None:
-        """The last checkpoint on disk."""
         return self._checkpoints.latest
 
     @property

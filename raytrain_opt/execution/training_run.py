@@ -187,7 +187,6 @@ class TrainingRun:
         return state, self._losses(state, action)
 
     def _train_steps_left(self, state: StateRef, action: TrainEpoch) -> StateRef:
-        """Train the steps that are not done; save on the way, when that is due."""
         left = action.steps.after(self._epoch.train.steps if self._epoch.train else 0)
         while True:
             self.pools.workers.grow()
@@ -389,7 +388,6 @@ class TrainingRun:
             self.event_log.log("lost", action.epoch, text)
 
     def _on_wait(self, pool: str, progress: Progress | None) -> None:
-        """Show the progress."""
         self.stop.progress()
         if progress is not None and progress.done > 0:
             self.startup.mark("first_step_s")

@@ -142,7 +142,6 @@ class ReportLostSlot(TrialProgressCallback):
         """Print nothing."""
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **_: Any) -> None:
-        """Report the slot; Tune calls this when it gives a trial up."""
         report_lost(self._mailbox, SLOT_POOL, trial.config["slot"])
 
 
