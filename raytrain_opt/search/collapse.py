@@ -8,8 +8,9 @@ revives it.
                 quarter of them, the training loss is 0.3 % above that of the first epoch
 
 Where a training learns anything, however little, its loss is below that of the first epoch. Where
-nothing is left to learn, the losses of epochs differ by less than 0.3 %. A collapsed training starts from the initial weights, for the epochs that are left. In the second
-half no training starts again.
+nothing is left to learn, the losses of epochs differ by less than 0.3 %. A collapsed training
+starts from the initial weights, for the epochs that are left. In the second half no training
+starts again.
 """
 
 from __future__ import annotations
