@@ -47,6 +47,8 @@ def train(history: History, *losses: float) -> Attempt:
         ((2.2, 2.1, 2.1, 2.1, 2.21), 5),  # after a quarter
         ((2.2, 2.1, 2.1, 2.1, 2.1, 2.6), 0),  # too late
         ((-2.5, -2.51), 0),
+        ((-2.5, -2.49), 2),
+        ((0.6983, 0.6997), 0),  # nothing is left to learn
         ((2.3, math.nan), 2),
         ((math.inf,), 1),
         ((*[2.0] * 9, math.nan), 10),
