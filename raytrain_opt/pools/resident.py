@@ -79,11 +79,6 @@ class ResidentMailbox:
         ray.get(self._actor.receive.remote(messages))
 
 
-def report_lost(actor: Any, pool: str, index: int) -> None:
-    """Tell the mailbox of a death before the restarted process joins; return when it knows."""
-    ray.get(actor.lose.remote(pool, index))
-
-
 class Handler(Protocol):
     """What a resident does with commands."""
 
