@@ -36,9 +36,7 @@ _FIRST_WRITER = "lease/000001"
 # Ray Train and Ray Tune write there; nothing of it is needed to resume.
 RAY_FOLDER = "ray"
 # A file of a checkpoint, and a record; other names of a storage could lead anywhere.
-_CHECKPOINT_FILE = re.compile(
-    r"checkpoints/(epoch-\d+(?:-(?:round|step)-\d+)?)/(weights\.safetensors|rest\.pt)"
-)
+_CHECKPOINT_FILE = re.compile(r"checkpoints/(epoch-[-\w]+)/(weights\.safetensors|rest\.pt)")
 _RECORD_FILE = re.compile(r"\w+\.(?:json|jsonl|yaml)")
 # After all other files, so that they never name or follow something missing.
 _LAST = (INDEX, "result.json")

@@ -51,7 +51,6 @@ class SspCoordinator:
         self._changed = Signal()
 
     async def begin(self, phase: EpochPhase) -> None:
-        """Begin a phase."""
         self._scheduler, self._claims = SspScheduler(phase), {}
 
     async def abort(self, phase: str) -> None:
@@ -141,7 +140,6 @@ class WeightShardActor:
         self._published: tuple[int, list[Any]] | None = None
 
     def load(self, phase: EpochPhase, boxed_state: list[Any]) -> None:
-        """Begin a phase at this state."""
         self._shard.load(ray.get(boxed_state[0]), phase)
         self._phase, self._published = phase.id, None
 
@@ -167,7 +165,6 @@ class WeightShardActor:
         return self._published
 
     def collect(self, phase: str) -> TrainingState | None:
-        """Return its part of the state."""
         return self._shard.state() if phase == self._phase else None
 
 

@@ -53,7 +53,7 @@ class AsynchronousTraining:
         trained = None
         while trained is None:  # until no shard dies in the phase
             with stopwatch.measure("load_s"):
-                command = self._begin(phase, command)
+                command = self._begin(phase, command)  # its state may have been stored again
             start = self._states.get(command.state)
             with self._ended_when(is_due, phase.id):
                 trained = self._train_phase(phase, command)
@@ -90,7 +90,6 @@ class AsynchronousTraining:
                 return add_parts([replies[worker] for worker in workers])
 
     def _begin(self, phase: EpochPhase, command: MainTrain) -> MainTrain:
-        """Begin a phase; return the command, with its state stored again if it was lost."""
         self._wait([self._server.coordinator.begin.remote(phase)])
         while True:
             boxed_state = [command.state.ref]
@@ -127,18 +126,13 @@ class AsynchronousTraining:
             workers = self._wait_for_workers()
             replies: dict[int, AsyncWorkerMetrics] = self._workers.command(command, workers)
             [result] = self._wait([self._server.coordinator.result.remote()])
-            parts = self._collect(phase)
-            if result is None or parts is None:
+            parts = self._wait([s.collect.remote(phase.id) for s in self._server.shards])
+            if result is None or None in parts:
                 return None
             finished, totals, staleness = result
             if finished:
                 metrics = [worker_metrics for _, worker_metrics in sorted(replies.items())]
                 return parts, metrics, totals, staleness
-
-    def _collect(self, phase: EpochPhase) -> list[TrainingState] | None:
-        """Return the shards' parts of the state; None if one of them died in the phase."""
-        parts = self._wait([shard.collect.remote(phase.id) for shard in self._server.shards])
-        return None if None in parts else parts
 
     def _wait_for_workers(self) -> tuple[int, ...]:
         """Return the workers that are alive; wait for one when all have died."""
@@ -151,7 +145,6 @@ class AsynchronousTraining:
         return workers
 
     def _wait(self, refs: Sequence[Any]) -> list[Any]:
-        """Return the answers. Raises PoolError when the parameter server does not answer."""
         limit_s = self._timeouts.no_progress_s
         name = "the parameter server (limit: timeouts.no_progress_s)"
         return cast("list[Any]", answer(list(refs), name, limit_s))

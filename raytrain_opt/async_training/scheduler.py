@@ -94,12 +94,10 @@ class SspScheduler:
 
     @property
     def finished(self) -> bool:
-        """Whether every micro-batch is an update."""
         return self.version == self.end
 
     @property
     def has_work(self) -> bool:
-        """Whether there is a micro-batch to claim."""
         return bool(self._free)
 
     @property
@@ -132,7 +130,6 @@ class SspScheduler:
             heapq.heappush(self._free, number)
 
     def owns(self, worker: int, number: int) -> bool:
-        """Return whether the micro-batch is assigned to this worker."""
         return self._claims.get(number) == worker
 
     def has_begun(self, worker: int, number: int) -> bool:

@@ -149,7 +149,7 @@ def to_wire(flat: Tensor, dtype: torch.dtype) -> WireArray:
 def from_wire(wire: WireArray, dtype: torch.dtype) -> Tensor:
     """Return a flat tensor over the same memory, which may be shared: never write to it."""
     name = str(dtype).removeprefix("torch.")
-    return PackedTensor(wire, (wire.nbytes // dtype.itemsize,), name, "contiguous").tensor()
+    return PackedTensor(wire, (wire.nbytes // dtype.itemsize,), name, (1,)).tensor()
 
 
 @dataclass(frozen=True)
@@ -195,12 +195,10 @@ class WeightShard:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the weights."""
         return self.weights.dtype
 
     @property
     def version(self) -> int:
-        """Number of updates in this phase."""
         return len(self._applied)
 
     def load(self, state: TrainingState, phase: EpochPhase) -> None:

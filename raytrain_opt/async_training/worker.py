@@ -25,7 +25,6 @@ from raytrain_opt.pools.commands import (
     StateRef,
 )
 from raytrain_opt.pools.protocol import States
-from raytrain_opt.pools.resident import report_lost
 from raytrain_opt.results import AsyncWorkerMetrics, EvalTotals
 from raytrain_opt.train.learner import Learner
 
@@ -165,7 +164,7 @@ class ReportLostWorker(UserCallback):
     def after_exception(
         self, run_context: object, worker_exceptions: dict[int, Exception]
     ) -> None:
-        """Report these ranks; Ray Train calls this when they failed."""
         for rank in worker_exceptions:
             ray.get(self._server.coordinator.leave.remote(rank))
-            report_lost(self._mailbox, WORKER_POOL, rank)
+            # It knows before the restarted process joins.
+            ray.get(self._mailbox.lose.remote(WORKER_POOL, rank))

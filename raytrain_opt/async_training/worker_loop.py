@@ -178,14 +178,12 @@ class WeightPrefetcher:
         self._start_s = self._compute_s = self._pull_s = 0.0
 
     def begin(self) -> None:
-        """Note that the computation of a micro-batch begins."""
         self._start_s = monotonic_s()
         delay_s = self._compute_s - _PREFETCH_FACTOR * self._pull_s
         self._computed.clear()
         self._fetched = self._thread.submit(self._fetch, delay_s)
 
     def end(self) -> None:
-        """Note that the computation is done."""
         self._computed.set()
         self._compute_s = monotonic_s() - self._start_s
 

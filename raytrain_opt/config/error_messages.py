@@ -77,10 +77,13 @@ def problems_of(error: ValidationError, section: type[BaseModel], values: object
             groups.setdefault(entry.path, []).append(entry.error)
     problems: list[Problem] = []
     for path, group in groups.items():
-        if translated := [e for e in group if isinstance(e, Problem)]:
-            problems += [replace(problem, path=path) for problem in translated]
+        translated = [e for e in group if isinstance(e, Problem)]
+        if plain := [e for e in group if isinstance(e, dict)]:
+            problem = _problem(path, plain, section)
+            or_section = f" or {_WORDS['a valid dictionary']}" if translated else ""
+            problems.append(replace(problem, rule=problem.rule + or_section))
         else:
-            problems.append(_problem(path, [e for e in group if isinstance(e, dict)], section))
+            problems += [replace(problem, path=path) for problem in translated]
     return problems
 
 
@@ -141,7 +144,8 @@ def _locate(error: ErrorDetails, value: Any) -> Iterator[_Located]:
 
 
 def _problem(path: str, group: list[ErrorDetails], section: type[BaseModel]) -> Problem:
-    details, context = group[0], group[0].get("ctx", {})
+    details = next((e for e in group if e["type"] == "value_error"), group[0])
+    context = details.get("ctx", {})
     kind, value = details["type"], details["input"]
     if kind == "missing":
         return Problem(path, "is required")

@@ -117,7 +117,7 @@ class CheckpointSection(Section):
     """Time, such as 60s or 5min, or number of training steps (an integer) after which the next
     checkpoint is saved, also within an epoch: what a failure costs at most."""
     every_epochs: PositiveInt = 1
-    """Epochs between checkpoints."""
+    """Epochs between checkpoints. Of three sets, the best epoch so far is always saved."""
     keep: PositiveInt | Literal["all"] = 2
     """Number of latest checkpoints to keep, beside the one that is the best on the test set."""
 

@@ -64,10 +64,12 @@ _UNITS_S = {"": 1, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 
 def parse_duration(value: object) -> object:
-    """Return the seconds of 90, 90s, 45min, 2h or 1h30min; any other value as it is."""
-    text = re.sub(r"\s", "", value).lower() if isinstance(value, str) else ""
-    if not re.fullmatch(r"(\d+(\.\d+)?(s|sec|m|min|h|d|$))+", text):
+    """Return the seconds of 90, 90s, 45min, 2h or 1h30min; what is no text as it is."""
+    if not isinstance(value, str):
         return value
+    text = re.sub(r"\s", "", value).lower()
+    if not re.fullmatch(r"(\d+(\.\d+)?(s|sec|m|min|h|d|$))+", text):
+        raise ValueError("must be a time such as 90s, 45min or 1h30min, or a number")
     parts = re.findall(r"([\d.]+)([a-z]*)", text)
     return math.fsum(float(number) * _UNITS_S[unit] for number, unit in parts)
 

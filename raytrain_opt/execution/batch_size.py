@@ -39,7 +39,6 @@ from raytrain_opt.terminal import probe_text
 # Of train_for, the part in which updates are made; start, search and evaluations take the rest.
 _TRAINING_FRACTION = 0.8
 _CHECK_REASON = "check of the choice in a new process, evaluation included"
-# The sections that decide how noisy gradients are.
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,6 @@ def _record(
 
 
 def _scaling_rule(job: Job) -> ScalingRule:
-    """Return how the rate follows a batch size that is searched."""
     scaling, section = job.learning_rate.scaling, job.batch_size_search
     assert section is not None
     return section.lr_rule if scaling is None else scaling.rule
@@ -190,7 +188,6 @@ def run_probes(
 
 
 def _summary(record: BatchSizeRecord, job: Job, train_size: int) -> Iterator[str]:
-    """Yield the result of a search in words, and what it may cost the training."""
     sizes = job.global_batch_size, record.global_batch_size
     before, after = (
         Updates.count(train_size, size, length_of(job), job.batch_ramp) for size in sizes

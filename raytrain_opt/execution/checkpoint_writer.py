@@ -28,11 +28,9 @@ class Interval:
         self.restart()
 
     def restart(self) -> None:
-        """Begin anew."""
         self._began_s, self._steps = monotonic_s(), 0
 
     def count(self, steps: int) -> None:
-        """Count steps that were trained."""
         self._steps += steps
 
     def limit(self, steps: int) -> int:
@@ -41,12 +39,10 @@ class Interval:
 
     @property
     def steps_are_over(self) -> bool:
-        """Whether as many steps were trained."""
         return self._steps >= self._every_steps
 
     @property
     def time_is_over(self) -> bool:
-        """Whether the time has passed."""
         return monotonic_s() - self._began_s >= self._every_s
 
 
@@ -74,14 +70,13 @@ class CheckpointWriter:
 
     @property
     def latest(self) -> Checkpoint | None:
-        """The last checkpoint on disk."""
         return self._checkpoints.latest
 
     @property
     def best(self) -> Checkpoint | None:
-        """The checkpoint on disk with the best metric."""
-        scored = ((c.score, c.epoch, c) for c in self._checkpoints.saved if c.score is not None)
-        return max(scored, default=(None, None, None))[-1]
+        """The first checkpoint on disk with the best metric."""
+        scored = [(c.score, -c.epoch, c) for c in self._checkpoints.saved if c.score is not None]
+        return max(scored, key=lambda entry: entry[:2])[2] if scored else None
 
     def save(
         self, state: TrainingState, progress: RunProgress, score: float | None = None

@@ -134,7 +134,6 @@ class TrainingLength:
         return history.after_plan(span)
 
     def is_last(self, epoch: int) -> bool:
-        """Return whether the schedule ends with this epoch."""
         if self._length.known_epochs:
             return epoch >= self._length.known_epochs
         return self._span is not None and self._span.epoch == epoch and self._span.is_last

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from importlib import import_module
@@ -62,8 +62,7 @@ def open_on_ray(
     limits, terminal, stop = job.timeouts, frontend.terminal, frontend.stop
     with ExitStack() as stack:
         backend = RayBackend(job, frontend, address, resumed=resumed)
-        stack.callback(wait, [backend.start_reading()], limits.stop_s)
-        backend.measure_cores()  # before Ray starts, which uses all cores for seconds
+        stack.callback(wait, [backend.reading], limits.stop_s)
         terminal.phase("starting Ray")
         variables = environment(local=True, start_s=limits.start_s)
         session = ray_session(address, verbose=verbose, environment=variables)
@@ -98,7 +97,8 @@ def _bounded(
 class RayBackend:
     """Trains in processes of a Ray cluster. Implements `Backend`.
 
-    `owns_ray`: Ray was started for this run. `plan`: after `place`.
+    Created before Ray starts: it reads the data in a thread meanwhile. `owns_ray`: Ray was started
+    for this run. `plan`: after `place`.
     """
 
     owns_ray = False
@@ -109,22 +109,13 @@ class RayBackend:
     ) -> None:
         self.options = f"--address {quote(address)}" if address else ""
         self._job, self._frontend, self._resumed = job, frontend, resumed
-        self._reading: Future[Facts] | None = None
         self._shared: SharedData = None  # until it is in Ray's object store
         self._sections = b""  # that may hold the user's objects
         self._shared_refs: list[Any] | None = None
-        self._cores: Cores | None = None
         self._choose_threads: ChooseThreads | None = None  # until the placement
-
-    def start_reading(self) -> Future[Facts]:
-        """Begin to check the job and to read its data in a thread."""
-        self._reading = start_thread(self._read)
-        return self._reading
-
-    def measure_cores(self) -> None:
-        """Measure the cores that other programs leave idle, if the job leaves threads open."""
-        if self._job.workers.threads is None:
-            self._cores = Cores.measure()
+        self.reading = start_thread(self._read)
+        # Ray's start uses all cores for seconds.
+        self._cores = Cores.measure() if job.workers.threads is None else None
 
     def _read(self) -> Facts:
         """Check the job, read its data, and import what the run needs next."""
@@ -137,12 +128,12 @@ class RayBackend:
 
     def read(self) -> Facts:
         self._frontend.terminal.phase("reading data")
-        reading, limit_s = self._reading or self.start_reading(), self._job.timeouts.no_progress_s
-        if not wait([reading], limit_s).done:
+        limit_s = self._job.timeouts.no_progress_s
+        if not wait([self.reading], limit_s).done:
             advice = "check that the storage responds"
             rule = f"not read within {limit_s:g} s (timeouts.no_progress_s); {advice}"
             raise DataError("data", rule)
-        facts = reading.result(timeout=0)
+        facts = self.reading.result(timeout=0)
         self._frontend.startup.mark("data_read_s")
         return facts
 

@@ -22,11 +22,9 @@ from raytrain_opt.execution.check import check_job, try_job
 from raytrain_opt.execution.resolve import Placement, Resolved, resolve
 from raytrain_opt.optim.factory import build_optimizer
 from raytrain_opt.optim.update import set_lr
-from raytrain_opt.pools.commands import Pretrain
 from raytrain_opt.pools.in_process import in_process_pools, open_learner
-from raytrain_opt.pools.protocol import fetch_initial_state
+from raytrain_opt.pools.protocol import fetch_initial_state, train_candidates
 from raytrain_opt.search.policy import (
-    CandidateResult,
     EpochLosses,
     History,
     TrainEpoch,
@@ -101,12 +99,10 @@ def find_optimizer(
 
 
 def _search(learner: Learner, resolved: Resolved) -> History:
-    """Try candidates until the policy trains; return its decisions."""
     pools = in_process_pools(learner, with_slots=False, candidate_batch=None)
     state, history = fetch_initial_state(pools.workers), History()
     while isinstance(action := resolved.policy.next(1, history), TryCandidates):
-        [reply] = pools.workers.command(Pretrain(state, action, (0,))).values()
-        results: list[CandidateResult] = sorted(reply.results, key=lambda r: r.candidate.index)
+        results = train_candidates(pools.workers, state, action)
         history = history.after_round(resolved.policy.decide(action, results, history))
     return history
 
@@ -188,7 +184,6 @@ class LossTask:
         self._of_samples: Callable[[Any, Any], Tensor] = of_samples
 
     def training_loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return the mean loss of the batch."""
         x, y = batch
         return self.loss(model(x), y)
 

@@ -70,7 +70,6 @@ class RunProgress:
 
     @property
     def samples(self) -> int:
-        """All samples trained so far."""
         return self.search_samples + self.kept_samples
 
     @property
@@ -82,7 +81,6 @@ class RunProgress:
         return self.next_epoch - 1, 0 if steps else len(rounds), steps, candidates
 
     def add_samples(self, *, search: int = 0, kept: int = 0) -> RunProgress:
-        """Return the progress with more (or fewer) samples."""
         return replace(
             self,
             search_samples=self.search_samples + search,
@@ -172,7 +170,6 @@ class EpochMetrics:
     def schedule(
         self, epoch: int, optimizer: OptimizerSection, *, restarts: bool
     ) -> ScheduleRecord:
-        """Return a line of schedule.jsonl."""
         return ScheduleRecord(
             epoch=epoch,
             optimizer=str(optimizer.name),

@@ -149,7 +149,6 @@ def _hardware(run: TrainingRun) -> Hardware:
 
 
 def _rows(epochs: Sequence[EpochRecord]) -> list[tuple[str, ...]]:
-    """Return a row per epoch: number, rate, training loss, test metric, time."""
     return [
         (
             str(epoch.epoch),

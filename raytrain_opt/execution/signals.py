@@ -178,7 +178,6 @@ def _to_error(number: int) -> KeyboardInterrupt:
 
 
 def exit_code(error: KeyboardInterrupt) -> int:
-    """Return the exit code of a process that a signal ended."""
     return EXIT_TERMINATED if isinstance(error, Terminated) else EXIT_INTERRUPTED
 
 

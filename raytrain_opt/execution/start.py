@@ -133,7 +133,6 @@ def start_pools(
 
 
 def make_workers(config: ResidentConfig, launcher: Any, store: RayStateStore) -> RayPool:
-    """Return the pool of workers, which have not started."""
     plan = config.plan
     return RayPool(
         WORKER_POOL,
@@ -150,7 +149,6 @@ def make_workers(config: ResidentConfig, launcher: Any, store: RayStateStore) ->
 
 
 def make_slots(config: ResidentConfig, launcher: Any, store: RayStateStore) -> RayPool:
-    """Return the pool of slots, which have not started."""
     return RayPool(
         SLOT_POOL,
         config.plan.slots,
@@ -170,7 +168,6 @@ def _resident_config(
     mailbox: Any,
     program: SynchronousProgram | None = None,
 ) -> ResidentConfig:
-    """Return the settings of workers and slots."""
     return ResidentConfig(
         learner=learner.named(*OBJECT_SECTIONS),
         candidate_batch=job.learning_rate.candidate_batch,

@@ -29,7 +29,7 @@ from raytrain_opt.pools.protocol import (
 )
 from raytrain_opt.recording.predictions import PredictionsRecord
 from raytrain_opt.recording.recorder import EventLog, Recorder
-from raytrain_opt.recording.records import RoundRecord
+from raytrain_opt.recording.records import RoundRecord, best_epoch
 from raytrain_opt.results import EvalTotals, Split
 from raytrain_opt.search.policy import (
     CandidateResult,
@@ -75,8 +75,7 @@ class TrainingRun:
         self._at_work = pools.workers.size  # in the latest epoch
         for pool in pools.all:
             pool.on_wait = self._on_wait
-        data, fields = DataFingerprint.of(resolved.info), job_fields(self.job)
-        self.progress = RunProgress(data=data, job=fields)
+        self.progress = RunProgress(data=DataFingerprint.of(self.info), job=job_fields(self.job))
 
     @property
     def history(self) -> History:
@@ -188,7 +187,6 @@ class TrainingRun:
         return state, self._losses(state, action)
 
     def _train_steps_left(self, state: StateRef, action: TrainEpoch) -> StateRef:
-        """Train the steps that are not done; save on the way, when that is due."""
         left = action.steps.after(self._epoch.train.steps if self._epoch.train else 0)
         while True:
             self.pools.workers.grow()
@@ -296,8 +294,9 @@ class TrainingRun:
             ends = self.length.after_epoch(record)
             self.terminal.epoch(record)
             self.callbacks.call("on_epoch", record)
+            is_best = self.info.final_size and best_epoch(self.length.records) is record
             is_due = epoch % self.job.checkpoint.every_epochs == 0 or ends
-            if is_due or self.stop.error is not None:
+            if is_due or is_best or self.stop.error is not None:
                 self._save(state, record.score, is_ruined=is_ruined)
 
     def evaluate_best(self) -> dict[str, float]:
@@ -389,7 +388,6 @@ class TrainingRun:
             self.event_log.log("lost", action.epoch, text)
 
     def _on_wait(self, pool: str, progress: Progress | None) -> None:
-        """Show the progress."""
         self.stop.progress()
         if progress is not None and progress.done > 0:
             self.startup.mark("first_step_s")

@@ -226,7 +226,6 @@ def _lock_exclusively(file: TextIO) -> None:
 
 
 def is_locked(run_dir: Path) -> bool:
-    """Return whether a process holds the lock of a run directory."""
     try:
         with open(run_dir / _LOCK, "rb", opener=open_plain) as file:
             fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -7,10 +7,6 @@ Start with `commands` (the messages) and `protocol` (what a run needs of its bac
 pools (`launch_pools`), `state_store` keeps states. Without Ray: `in_process`. `async_training`
 brings a worker program of its own.
 
-When a slot dies, Ray Tune restarts it or gives it up (`launch_pools`), the mailbox gives it the
-current command again or drops what is lost (`mailbox`), and the round does without it
-(`execution.training_run`).
-
 Ray Tune serves as a gang scheduler of resident actors only: slots report no metrics to Tune and
 never leave early. Tune gives placement, restarts and resources per trial; policies decide.
 

@@ -9,14 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from raytrain_opt.clock import Stopwatch
 from raytrain_opt.errors import origin
 from raytrain_opt.pools.commands import (
     Command,
     Evaluate,
     OnStep,
     Pretrain,
-    PretrainReply,
     SendCandidateState,
     SendInitialState,
     StateRef,
@@ -59,7 +57,6 @@ class LearnerHandler:
         return None if failure is None else lone_failure(failure)
 
     def close(self) -> None:
-        """End loader processes."""
         self.learner.close()
 
     def forget_state(self) -> None:
@@ -87,7 +84,6 @@ class LearnerHandler:
     def _evaluate_part(
         self, command: Evaluate, part: int, parts: int, on_step: OnStep
     ) -> EvalTotals:
-        """Evaluate one of `parts` parts of the split."""
         self._load(command.state)
         return self.learner.evaluate(command.split, part, parts, on_step)
 
@@ -129,20 +125,17 @@ class CandidateTrainer(LearnerHandler):
         self._live_candidate = None
         self._live_id = ""
 
-    def _pretrain(self, command: Pretrain, on_step: OnStep) -> PretrainReply:
-        stopwatch, plan = Stopwatch(), command.plan
+    def _pretrain(self, command: Pretrain, on_step: OnStep) -> tuple[CandidateResult, ...]:
+        plan = command.plan
         candidates = command.candidates_of(self.index) if self._alone else plan.candidates
         self._forget_candidates()
-        with stopwatch.measure("load_s"):
-            start = self.states.get(command.state)
+        start = self.states.get(command.state)
         total = len(candidates) * plan.pretrain_steps
         results: list[CandidateResult] = []
         for number, candidate in enumerate(candidates):
             if number:
-                with stopwatch.measure("stash_s"):
-                    self._keep_best(plan, results)
-            with stopwatch.measure("load_s"):
-                self.learner.load(start)
+                self._keep_best(plan, results)
+            self.learner.load(start)
             offset = number * plan.pretrain_steps
             results.append(self._try(plan, candidate, _shifted(on_step, offset, total)))
             self._live_candidate = candidate.index
@@ -151,11 +144,8 @@ class CandidateTrainer(LearnerHandler):
         if results and not self._have_trained:
             self.learner.load(start)
             self._try_control(plan, _shifted(on_step, total, total))
-        timings_s = stopwatch.timings_s
-        timings_s["compute_s"] = sum(result.train_s for result in results)
-        timings_s["score_s"] = sum(result.score_s for result in results)
         # The results of a group are the same on all ranks.
-        return PretrainReply(() if self._rank else tuple(results), timings_s)
+        return () if self._rank else tuple(results)
 
     def _try_control(self, plan: TryCandidates, on_step: Callable[[int], object]) -> None:
         """Raise what every candidate raised, if one that hardly changes the weights does, too."""
@@ -175,7 +165,6 @@ class CandidateTrainer(LearnerHandler):
     def _try(
         self, plan: TryCandidates, candidate: Candidate, on_step: Callable[[int], object]
     ) -> CandidateResult:
-        """Train the candidate and score it."""
         learner, slot = self.learner, self.index if self._alone else -1
         trained = self._train(plan, candidate, on_step)
         part = learner.evaluate("validation", self._rank, self.world_size)

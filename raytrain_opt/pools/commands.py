@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from raytrain_opt.config.batch_size import BatchSizeSection
 from raytrain_opt.errors import RaytrainOptError, ResidentError
 from raytrain_opt.results import Split, Steps, TrainTotals
-from raytrain_opt.search.policy import Candidate, CandidateResult, TryCandidates
+from raytrain_opt.search.policy import Candidate, TryCandidates
 
 WORKER_POOL, SLOT_POOL = "worker", "slot"
 
@@ -40,7 +40,8 @@ class Pretrain:
     """Ask slots or workers to train the plan's candidates from `state`, and to score them.
 
     They train the first steps of the epoch. Workers train each candidate together. Of n `slots`,
-    the i-th trains candidates i, i + n, i + 2 n, ... one after the other (waves).
+    the i-th trains candidates i, i + n, i + 2 n, ... one after the other (waves). The reply has
+    the results of the slot's candidates; of the workers, rank 0 has all.
     """
 
     name: ClassVar[str] = "pretrain"
@@ -146,14 +147,6 @@ Command = (
 
 
 @dataclass(frozen=True)
-class PretrainReply:
-    """Results of one slot's candidates, or of all from rank 0; its seconds by part."""
-
-    results: tuple[CandidateResult, ...]
-    timings_s: dict[str, float]
-
-
-@dataclass(frozen=True)
 class MainTrainReply:
     """One worker's reply to a `MainTrain` that sends."""
 
@@ -163,7 +156,6 @@ class MainTrainReply:
 
 
 def state_in(reply: object) -> StateRef | None:
-    """Return the state reference in a reply, if it has one."""
     if isinstance(reply, MainTrainReply):
         return reply.state
     return reply if isinstance(reply, StateRef) else None

@@ -26,7 +26,7 @@ from raytrain_opt.cluster.connection import count_placeable
 from raytrain_opt.cluster.ray_private import without_cleaner
 from raytrain_opt.pools.commands import SLOT_POOL, WORKER_POOL
 from raytrain_opt.pools.programs import ResidentConfig
-from raytrain_opt.pools.resident import peer_failure_grace_s, report_lost, serve
+from raytrain_opt.pools.resident import peer_failure_grace_s, serve
 
 # Ray learns of resources that became free within seconds; 15 also on a busy machine.
 _PLACEMENT_LIMIT_S = 15.0
@@ -142,8 +142,7 @@ class ReportLostSlot(TrialProgressCallback):
         """Print nothing."""
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **_: Any) -> None:
-        """Report the slot; Tune calls this when it gives a trial up."""
-        report_lost(self._mailbox, SLOT_POOL, trial.config["slot"])
+        ray.get(self._mailbox.lose.remote(SLOT_POOL, trial.config["slot"]))
 
 
 def _slot_main(trial: dict[str, Any]) -> None:

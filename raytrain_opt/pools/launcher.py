@@ -63,9 +63,7 @@ class PoolLauncher:
         self._pools = launch_pools
 
     def run_slots(self, config: ResidentConfig) -> None:
-        """Run the slots; see `pools.launch_pools`."""
         self._pools.run_slots(config)
 
     def run_workers(self, config: ResidentConfig) -> None:
-        """Run the workers; see `pools.launch_pools`."""
         self._pools.run_workers(config, config.program.trainer(config))

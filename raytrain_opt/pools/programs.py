@@ -82,7 +82,6 @@ class SynchronousProgram:
         return Worker(learner, rank, world_size, store)
 
     def make_slot(self, config: ResidentConfig, index: int) -> Handler:
-        """Build what trains candidates (`pools.candidates`), inside the slot process."""
         import torch
 
         from raytrain_opt.pools.state_store import ObjectStore

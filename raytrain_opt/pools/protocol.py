@@ -154,7 +154,6 @@ class SynchronousTraining:
         return self._finish(command)
 
     def _train_segment(self, command: MainTrain) -> None:
-        """Train a segment, and decide on the length of the next one."""
         began_s, steps = monotonic_s(), self._segment
         self._workers.command(command)
         in_time = int(steps * _SEGMENT_S / max(monotonic_s() - began_s, 1e-9))
@@ -194,11 +193,13 @@ def train_candidates(pool: Pool, start: StateRef, action: TryCandidates) -> list
     A candidate whose slot died too often is `lost`. Raises PoolError if all slots did.
     """
     residents = pool.alive()
-    replies = pool.command(Pretrain(start, action, residents), residents)
+    replies: dict[int, tuple[CandidateResult, ...]] = pool.command(
+        Pretrain(start, action, residents), residents
+    )
     if not replies:
         text = "every slot died more often than max_restarts allows"
         raise PoolError(f"epoch {action.epoch}: {text}")
-    results = {r.candidate.index: r for reply in replies.values() for r in reply.results}
+    results = {r.candidate.index: r for reply in replies.values() for r in reply}
     return [results.get(c.index) or CandidateResult.lost(c) for c in action.candidates]
 
 
@@ -231,10 +232,8 @@ class Pools:
 
     @property
     def search_on(self) -> Literal["slots", "workers"]:
-        """Who trains candidates."""
         return "workers" if self.slots is None else "slots"
 
     @property
     def all(self) -> list[Pool]:
-        """Both pools, or the workers alone."""
         return [self.workers] if self.slots is None else [self.workers, self.slots]

@@ -1,9 +1,9 @@
 """The life of a resident process: join, execute commands, leave. Free of torch.
 
 Workers that form a process group have one voice: the first rank takes a command from the mailbox
-and broadcasts it in the group, and gathers the replies of all ranks. The mailbox has one caller
-for each group, whatever its size. Two things go other ways: the progress of the ranks, which a
-hung collective must not stop, and an exception that other ranks may not have.
+and broadcasts it in the group, and gathers the replies of all ranks. Two things go from each rank
+to the mailbox: its progress, which a hung collective must not stop, and an exception that other
+ranks may not have.
 """
 
 from __future__ import annotations
@@ -76,13 +76,7 @@ class ResidentMailbox:
         return cast("tuple[int, Command]", next_command)
 
     def send(self, messages: Sequence[Reply | Report]) -> None:
-        """Send messages during a command."""
         ray.get(self._actor.receive.remote(messages))
-
-
-def report_lost(actor: Any, pool: str, index: int) -> None:
-    """Tell the mailbox of a death before the restarted process joins; return when it knows."""
-    ray.get(actor.lose.remote(pool, index))
 
 
 class Handler(Protocol):
@@ -116,15 +110,7 @@ class Group:
         return [value]
 
     def all(self, flag: bool) -> bool:
-        """Return whether the flag is true on all ranks."""
         return flag
-
-    def share(self, values: Sequence[int]) -> list[Sequence[int]]:
-        """Let the first rank know values; return the latest of all ranks there, without waiting.
-
-        Another thread may call this. The first call of all ranks precedes all other calls.
-        """
-        return [values]
 
 
 def serve(
@@ -141,10 +127,11 @@ def serve(
     group = make_group()
     with exits_as_errors():
         handler = make_handler(group)
-    mailbox, resident = ResidentMailbox(config.mailbox, pool), describe_this_process(pool, index)
+    context, pid = ray.get_runtime_context(), os.getpid()
+    log = f"worker-{context.get_worker_id()}-*-{pid}.err in Ray's session logs"
     loop = CommandLoop(
-        mailbox,
-        resident,
+        ResidentMailbox(config.mailbox, pool),
+        Resident(pool, index, context.get_node_id(), pid, log),
         peer_failure_grace_s,
         group,
         absent,
@@ -167,13 +154,10 @@ class CommandLoop:
     absent: tuple[int, ...] = ()  # ranks that the group does without
     no_progress_s: float = math.inf  # until a failure that makes other ranks wait is an error
     _left: threading.Event = field(default_factory=threading.Event)
-    _residents: list[Resident] = field(default_factory=list)  # those that this one speaks for
     # The command that is executed, by number, and its progress.
     _work: tuple[int, Progress | None] | None = None
 
     def run(self, handler: Handler) -> None:
-        """Execute commands until the pool is closed."""
-        self.group.share((0,))
         report = partial(self._report, handler)
         threading.Thread(target=report, daemon=True, name="report-progress").start()
         try:
@@ -182,8 +166,7 @@ class CommandLoop:
             self._left.set()
 
     def _run(self, handler: Handler) -> None:
-        self._residents = self._gather(self.resident)
-        join = partial(self.mailbox.join, self._residents, self.absent)
+        join = partial(self.mailbox.join, self._gather(self.resident), self.absent)
         first, number, command = self._from_first(join)
         while not isinstance(command, Close):
             if isinstance(command, Regroup) and number != first:
@@ -258,28 +241,19 @@ class CommandLoop:
         reported, since_s = self._work, monotonic_s()
         while not self._left.wait(_PROGRESS_INTERVAL_S):
             if (work := self._work) is not None:
-                self._exchange_reports(*work)
+                self._send_progress(*work)
                 if work is not reported:
                     reported, since_s = work, monotonic_s()
-                elif self._is_overdue(since_s) and (failure := handler.failure) is not None:
+                is_overdue = monotonic_s() - since_s > self.no_progress_s
+                if self.group.size > 1 and is_overdue and (failure := handler.failure) is not None:
                     self.mailbox.send([self._reply(work[0], to_failure(failure))])
 
-    def _is_overdue(self, since_s: float) -> bool:
-        return self.group.size > 1 and monotonic_s() - since_s > self.no_progress_s
-
-    def _exchange_reports(self, number: int, progress: Progress | None) -> None:
-        """Let the driver know the progress of all ranks. Ends the process if the run has ended."""
-        values = (number,) if progress is None else (number, progress.done, progress.total)
+    def _send_progress(self, number: int, progress: Progress | None) -> None:
+        """Let the driver know the progress. Ends the process if the run has ended."""
         try:
-            shared = zip(self._residents, self.group.share(values), strict=True)
-            reports = [
-                Report(resident.sender, number, Progress(*steps) if steps else None)
-                for resident, (number, *steps) in shared
-            ]
-            if reports:
-                self.mailbox.send(reports)
-        except (RuntimeError, ray.exceptions.ActorUnavailableError):
-            pass  # the mailbox cannot be reached now, or the first rank has died, as this one will
+            self.mailbox.send([Report(self.resident.sender, number, progress)])
+        except ray.exceptions.ActorUnavailableError:
+            pass  # the mailbox cannot be reached now
         except ray.exceptions.ActorDiedError:
             os._exit(1)
 
@@ -290,10 +264,3 @@ def peer_failure_grace_s(world_size: int, local_world_size: int) -> float:
         return 0.0
     on_one_node = world_size == local_world_size
     return _PROCESS_FAILURE_GRACE_S if on_one_node else _NODE_FAILURE_GRACE_S
-
-
-def describe_this_process(pool: str, index: int) -> Resident:
-    """Return the identity of this process, for records and messages."""
-    context = ray.get_runtime_context()
-    log = f"worker-{context.get_worker_id()}-*-{os.getpid()}.err in Ray's session logs"
-    return Resident(pool, index, context.get_node_id(), os.getpid(), log)

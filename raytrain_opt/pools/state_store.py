@@ -44,7 +44,6 @@ class ObjectStore:
             ) from error
 
     def put(self, state_id: str, state: TrainingState) -> StateRef:
-        """Store a state on this process's node."""
         node_id = ray.get_runtime_context().get_node_id()
         return StateRef(state_id, ray.put(state), node_id=node_id)
 
@@ -98,7 +97,6 @@ class RayStateStore:
         return self._objects.get(ref)
 
     def put(self, state_id: str, state: TrainingState) -> StateRef:
-        """Store and keep a state that the driver made."""
         self._views[state_id] = state
         ref = self._objects.put(state_id, state)
         self.keep(ref)

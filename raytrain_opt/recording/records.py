@@ -74,7 +74,7 @@ class CandidateRecord(RecordPart):
     @classmethod
     def from_result(cls, result: CandidateResult, score: float, optimizer: str) -> CandidateRecord:
         """Return the record of one candidate's result."""
-        values = {"optimizer": optimizer, "score": score, "duration_s": result.duration_s}
+        values = {"optimizer": optimizer, "score": score}
         return cls.from_values(vars(result.candidate) | vars(result) | values)
 
 

@@ -113,8 +113,7 @@ class CandidateResult:
     val_loss: float
     train_loss: float
     samples: int
-    train_s: float
-    score_s: float
+    duration_s: float  # compute time of its steps and its scoring
     slot: int  # -1 when it was lost, or all workers trained it together
     metric: Metric = Metric()
     failure: str = ""  # the exception that its training or scoring raised
@@ -133,8 +132,7 @@ class CandidateResult:
             val_loss=scored.loss,
             train_loss=trained.loss,
             samples=trained.samples,
-            train_s=trained.duration_s,
-            score_s=scored.duration_s,
+            duration_s=trained.duration_s + scored.duration_s,
             slot=slot,
             metric=scored.metric,
             val_loss_error=scored.loss_error,
@@ -145,12 +143,7 @@ class CandidateResult:
     def lost(cls, candidate: Candidate) -> CandidateResult:
         """Return the result of a candidate whose slot died too often."""
         nan = math.nan
-        return cls(candidate, "lost", nan, nan, nan, 0, 0.0, 0.0, slot=-1)
-
-    @property
-    def duration_s(self) -> float:
-        """Compute time of the candidate: its steps and its scoring."""
-        return self.train_s + self.score_s
+        return cls(candidate, "lost", nan, nan, nan, 0, 0.0, slot=-1)
 
 
 @dataclass(frozen=True)

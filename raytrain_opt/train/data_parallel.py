@@ -24,6 +24,7 @@ from raytrain_opt.errors import JobError, Problem, listed
 from raytrain_opt.threads import start_thread
 from raytrain_opt.train.batch_norm import StepBuffers
 from raytrain_opt.train.micro_batches import LoadBalance, MicroBatches
+from raytrain_opt.train.state import is_dense
 from raytrain_opt.train.tree_sum import TreeExchange, TreeSum, additions_after
 
 _DDP_ARGUMENTS = signature(DistributedDataParallel).parameters
@@ -253,14 +254,9 @@ def _views(bucket: GradBucket, flat: Tensor) -> list[Tensor]:
     parameters = bucket.parameters()
     parts = torch.split(flat, [parameter.numel() for parameter in parameters])
     return [
-        part.as_strided(p.shape, p.stride()) if _is_dense(p) else part.view(p.shape)
+        part.as_strided(p.shape, p.stride()) if is_dense(p) else part.view(p.shape)
         for part, p in zip(parts, parameters, strict=True)
     ]
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    last = sum((size - 1) * s for size, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return last + 1 == tensor.numel()
 
 
 def _add_to(

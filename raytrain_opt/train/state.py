@@ -3,8 +3,9 @@
 `capture` returns arrays that Ray moves without pickling their contents and that all processes
 of a node read in place; `restore` copies them into a live model and optimizer.
 
-The elements of a tensor keep their memory order, whose name is stored with them: a
-channels_last weight is one contiguous block, and neither side has to transpose it.
+The elements of a tensor keep their order in memory, and the tensor its strides: a channels_last
+weight is one block, and neither side has to transpose it. Strides of axes of size 1 are kept, too,
+because the choice of a kernel, and so how it rounds, may depend on them.
 """
 
 from __future__ import annotations
@@ -25,13 +26,10 @@ from torch.utils._pytree import (
     tree_map_with_path,
 )
 
-# Dimensions of a tensor in the order in which they lie in memory, from the slowest.
-_MEMORY_ORDER = {"channels_last": (0, 2, 3, 1), "channels_last_3d": (0, 2, 3, 4, 1)}
-
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """One tensor as bytes in memory order, with the shape and the name of that order.
+    """One tensor as bytes in memory order, with its shape and strides.
 
     `trains`: it is a parameter that gradients change.
     """
@@ -39,23 +37,20 @@ class PackedTensor:
     data: np.ndarray[Any, np.dtype[np.uint8]]
     shape: tuple[int, ...]
     dtype: str
-    order: str
+    stride: tuple[int, ...]
     trains: bool = False
 
     @classmethod
     def from_tensor(cls, tensor: Tensor, copy: bool) -> PackedTensor:
         """Pack a live tensor; on CPU without `copy`, the result shares its memory."""
-        trains, tensor, order = tensor.requires_grad, tensor.detach(), "contiguous"
-        for name, dimensions in _MEMORY_ORDER.items():
-            is_candidate = tensor.dim() == len(dimensions) and not tensor.is_contiguous()
-            if is_candidate and tensor.permute(dimensions).is_contiguous():
-                tensor, order = tensor.permute(dimensions), name
-                break
-        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        flat = tensor.contiguous().reshape(-1).view(torch.uint8).cpu()
+        trains, tensor = tensor.requires_grad, tensor.detach()
+        if not is_dense(tensor):
+            tensor = tensor.contiguous()
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).cpu()
         if copy and flat.data_ptr() == tensor.data_ptr():
             flat = flat.clone()
-        return cls(flat.numpy(), shape, dtype, order, trains)
+        return cls(flat.numpy(), tuple(tensor.shape), dtype, tensor.stride(), trains)
 
     def tensor(self) -> Tensor:
         """Return a tensor over the same memory. Do not write to it: it may be shared."""
@@ -65,8 +60,18 @@ class PackedTensor:
         dtype: torch.dtype = getattr(torch, self.dtype)
         # An empty array cannot be viewed as another dtype.
         values = flat.view(dtype) if self.data.size else torch.empty(0, dtype=dtype)
-        order = _MEMORY_ORDER.get(self.order, range(len(self.shape)))
-        return values.reshape(self.shape).permute([order.index(d) for d in range(len(order))])
+        return values.as_strided(self.shape, self.stride)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements fill a block of memory, in any order of the axes."""
+    size = 1
+    axes = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, length in sorted(axis for axis in axes if axis[1] != 1):
+        if stride != size:
+            return False
+        size *= length
+    return True
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ class TrainingState:
         """Return the SHA-256 of names and contents, in the order of the names; hexadecimal."""
         sha = hashlib.sha256()
         for name, tensor in sorted(self.tensors.items()):
-            sha.update(f"{name} {tensor.dtype} {tensor.order} {tensor.shape}".encode())
+            sha.update(f"{name} {tensor.dtype} {tensor.stride} {tensor.shape}".encode())
             sha.update(tensor.data.data)
         return sha.hexdigest()
 

@@ -75,7 +75,7 @@ def search(trainer: Slot | Worker, states: CountedStates, job: Job) -> dict[str,
     tried: list[Any] = []
     while isinstance(action := policy.next(1, history), TryCandidates):
         reply = trainer.handle(Pretrain(start, action, (0,)), ignore)
-        results = [reply.results]
+        results = [reply]
         if dist.is_initialized():
             dist.broadcast_object_list(results, src=0)
         for result in results[0]:
@@ -97,7 +97,7 @@ def one_round(trainer: Slot | Worker, states: CountedStates, _job: Job) -> dict[
     candidates = tuple(Candidate(i, 1.0, lr) for i, lr in enumerate(LRS))
     plan = TryCandidates(1, 0.1, "", candidates, (1.0,) * STEPS, keeps_winner=True)
     command = Pretrain(start, plan, (0,))
-    results = trainer.handle(command, ignore).results
+    results = trainer.handle(command, ignore)
     send = SendCandidateState(command, candidates[1], 0)
     sent = trainer.handle(send, ignore)
     outcome = {

@@ -214,7 +214,7 @@ def try_candidates(world_size: int) -> dict[str, Any]:
             RaisingTask.passes *= done // STEPS == 1
 
         reply = worker.handle(Pretrain(start, plan, (0,)), on_step)
-        results = [(r.status, r.failure, r.val_loss) for r in reply.results]
+        results = [(r.status, r.failure, r.val_loss) for r in reply]
         outcomes[place, RaisingTask.failed_pass] = results, learner.state(copy=True).digest()
     return outcomes
 

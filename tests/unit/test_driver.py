@@ -70,7 +70,7 @@ class ScriptedRun:
     def _result(self, candidate: Candidate) -> CandidateResult:
         reached = self.accuracy(candidate.lr)
         status, accuracy = ("diverged", math.nan) if reached is None else ("ok", reached)
-        return CandidateResult(candidate, status, accuracy, -accuracy, 1.0, 8, 1.0, 0.1, slot=0)
+        return CandidateResult(candidate, status, accuracy, -accuracy, 1.0, 8, 1.1, slot=0)
 
     def state_after(self, state: str, action: TryCandidates, decision: Decision) -> str:
         if decision.winner is None:

@@ -20,6 +20,7 @@ from raytrain_opt import remote, storage
 from raytrain_opt.errors import JobError, StorageError, TakenOverError
 from raytrain_opt.paths import RunPaths, check_run
 from raytrain_opt.storage import append_lines, open_store, remove_tree, write_json, write_text
+from raytrain_opt.train.checkpoint import Checkpoint
 from tests.support.s3_server import Fault, Request, S3Server, cut, delay, refuse
 
 
@@ -295,12 +296,13 @@ write_json(changed.result, {{}})
 
 def test_only_what_the_index_names_is_fetched(run: RunPaths, s3: S3Server) -> None:
     """A checkpoint that it does not name, left by a killed run, is removed with the next copy."""
-    wanted = {"job.yaml", "epochs.jsonl", "checkpoints/epoch-0002-round-01/weights.safetensors"}
+    latest = Checkpoint(2, None, {}, rounds=1, candidates=3).folder
+    wanted = {"job.yaml", "epochs.jsonl", f"checkpoints/{latest}/weights.safetensors"}
     orphan = "checkpoints/epoch-0003/weights.safetensors"
-    others = {"ray/state", "checkpoints/epoch-0002-round-01/notes", "checkpoints/core", ".a"}
+    others = {"ray/state", f"checkpoints/{latest}/notes", "checkpoints/core", ".a"}
     for name in {*wanted, orphan, *others}:
         storage.write(run.shown, name, name.encode())
-    index = json.dumps({"checkpoints": [{"folder": "epoch-0002-round-01"}]}).encode()
+    index = json.dumps({"checkpoints": [{"folder": latest}]}).encode()
     storage.write(run.shown, "checkpoints/index.json", index)
     resumed = RunPaths.existing(run.shown)
     files = {str(p.relative_to(resumed.local)) for p in resumed.local.rglob("*") if p.is_file()}

@@ -45,6 +45,8 @@ BROKEN = [
     ("epochs: true", "epochs", "must be a number (given: True)"),
     ("model: {name: 3}", "model.name", "must be text or a function (given: 3)"),
     ("workers: 4", "workers", "must be a section (keys and values) (given: 4)"),
+    ("workers: {count: many}", "workers.count", "must be an integer or 'auto' or a section (keys"),
+    ("checkpoint: {every: 5x}", "checkpoint.every", "must be a time such as 90s, 45min or 1h30"),
     ("channels_last: perhaps", "channels_last", "must be true or false (given: 'perhaps')"),
     ("compile: true", "compile", "must be 'auto', 'none', 'default' or 'max-autotune'"),
     ("learning_rate: stpt", "learning_rate", "with the key policy or strategy (given: 'stpt')"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ import pytest
 from raytrain_opt import load_model, run
 from raytrain_opt.config.data import ImageFolderData
 from raytrain_opt.data.image_folder import ImageFolderSource
+from raytrain_opt.pools.commands import StateRef
+from raytrain_opt.pools.protocol import SynchronousTraining
 from raytrain_opt.report.run_reader import read_run
 from raytrain_opt.report.summary import tiles
+from raytrain_opt.results import EvalTotals, Split
 from tests.support.small_jobs import read_lines, small_job
 
 
@@ -104,3 +108,27 @@ def test_the_best_epoch_is_looked_at_once_and_mistakes_name_their_files(
     }
     assert {mistake["file"] for mistake in record["mistakes"]} == wrong
     assert wrong
+
+
+@pytest.mark.usefixtures("without_plots")
+def test_the_first_of_the_best_epochs_is_looked_at_whatever_is_saved(
+    three_sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Epochs 2 and 3 are equally good; without the third set epoch 4 alone would be saved."""
+    accuracies, sum_up = iter([0.2, 0.6, 0.6, 0.4, 0.5]), SynchronousTraining.evaluate
+    looked_at = list[str]()
+
+    def evaluate(training: Any, state: StateRef, split: Split = "test") -> EvalTotals:
+        totals = sum_up(training, state, split)
+        looked_at.append(f"{split} {state.id}")
+        return replace(totals, sums={**totals.sums, "accuracy": next(accuracies) * totals.samples})
+
+    monkeypatch.setattr(SynchronousTraining, "evaluate", evaluate)
+    data = {"name": "image_folder", "root": str(three_sets), "image_size": 8}
+    schedule = {"policy": "schedule", "initial": 0.1}
+    changes = {"data": data | {"loader_workers": 0}, "epochs": 4, "global_batch_size": 4}
+    job = small_job(
+        tmp_path, **changes, learning_rate=schedule, checkpoint={"every_epochs": 4, "keep": 1}
+    )
+    result = run(job, in_process=True)
+    assert (result.best_epoch, looked_at[-1]) == (2, "final best epoch-0002")

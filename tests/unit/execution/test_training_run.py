@@ -24,7 +24,7 @@ from raytrain_opt import Job
 from raytrain_opt.config.schema import CheckpointSection
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.driver import open_run, train
-from raytrain_opt.errors import PoolError, StorageError
+from raytrain_opt.errors import JobError, PoolError, StorageError
 from raytrain_opt.execution.checkpoint_writer import Interval
 from raytrain_opt.execution.progress import RunProgress
 from raytrain_opt.execution.signals import Terminated
@@ -39,6 +39,7 @@ from raytrain_opt.recording.records import StalenessRecord
 from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
 from raytrain_opt.train.learner import Learner
 from tests.support.full_disk import limit_file_size
+from tests.support.samples import Samples
 from tests.support.small_jobs import read_lines, small_job, without_times
 
 MUON = {"name": "Muon", "args": {"weight_decay": "auto"}}
@@ -325,6 +326,55 @@ def kill_in_step(run: TrainingRun, number: int, every: int) -> None:
     workers.on_wait, interval.restart = on_wait, begin_anew  # type: ignore[method-assign]
 
 
+def random_job(chance: random.Random, folder: Path) -> Job:
+    """Draw from what trainings are made of. Raises JobError for what is refused together."""
+    pick = chance.choice
+    augment = pick(
+        [{}, {"crop_padding": 1, "flip": True}, {"mixup": 0.2}, {"random_erasing": 0.3}]
+    )
+    sampler, drop_last = pick(["random", "balanced"]), pick([True, False])
+    rate = pick(
+        [
+            {"policy": "stpt", "candidates": [1.0, 0.5], "alpha": pick([2, 5])},
+            {"policy": "stpt_horizon", "search_on": pick(["workers", "slots"])},
+            {"policy": "schedule", "shape": pick(["cosine", "constant", "plateau"])},
+        ]
+    )
+    optimizer = pick(["SGD", "AdamW", "LARS", "Muon", "Adagrad", "ScheduleFreeAdamW", "NAdam"])
+    return small_job(
+        folder,
+        data={"name": "digits", "augment": augment, "sampler": sampler, "drop_last": drop_last},
+        epochs=2,
+        global_batch_size=pick([96, 128]),
+        learning_rate={"initial": 0.02, **rate},
+        optimizer={"name": optimizer, **pick([{}, {"clip_norm": 0.5}])},
+        average=pick([None, 0.5]),
+        batch_norm={"recalibrate_batches": pick([0, 3])},
+        parallel={"micro_batches": pick([2, 4]), "compression": pick(["none", "bf16"])},
+        evaluate={"every_epochs": pick([1, 2])},
+        seed=chance.randrange(10),
+    )
+
+
+@pytest.mark.slow
+def test_a_random_job_that_is_killed_ends_as_one_that_was_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, samples: Samples
+) -> None:
+    monkeypatch.setattr(in_process, "_REPORT_EVERY_S", 0.0)
+    for seed in samples(30):
+        chance = random.Random(seed)
+        job = None
+        while job is None:
+            with suppress(JobError):
+                job = random_job(chance, tmp_path)
+        every, whole, resumed = chance.randrange(2, 9), tmp_path / f"{seed}", tmp_path / f"{seed}r"
+        job = job.model_copy(update={"checkpoint": CheckpointSection(every=every)})
+        execute(job, whole)
+        execute(job, resumed, kill_in=(chance.randrange(1, 20), every))
+        execute(job, resumed)
+        assert outcome(resumed) == outcome(whole), job
+
+
 def test_a_run_that_is_killed_in_its_epochs_repeats_no_more_than_an_interval(
     uninterrupted: Uninterrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -606,7 +656,7 @@ def test_a_round_goes_on_without_the_candidates_of_a_slot_that_died(
     def command(pool: InProcessPool, command: Command, expected: Any = None) -> dict[int, Any]:
         replies = execute_command(pool, command, expected)
         if isinstance(command, Pretrain) and command.plan.epoch == 2:
-            replies[0] = replace(replies[0], results=replies[0].results[:1])
+            replies[0] = replies[0][:1]
         return replies
 
     monkeypatch.setattr(InProcessPool, "command", command)

@@ -179,4 +179,4 @@ def test_a_slot_that_was_given_up_trains_nothing() -> None:
     slot, learner, states = make("slot")
     command = a_round(states, 0.2, 0.1)
     reply = slot.handle(Pretrain(command.state, command.plan, (1, 2)), ignore)
-    assert (reply.results, learner.trained) == ((), 0)
+    assert (reply, learner.trained) == ((), 0)

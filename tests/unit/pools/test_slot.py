@@ -48,7 +48,7 @@ def test_a_local_candidate_trains_one_micro_batch_at_the_rate_that_belongs_to_it
     candidate = Candidate(0, 1.0, LR)
     plan = TryCandidates(1, LR, "", (candidate,), (1.0,) * STEPS, keeps_winner=True)
     command = Pretrain(start, plan, (0,))
-    (result,) = slot.handle(command, lambda _done, _total: None).results
+    (result,) = slot.handle(command, lambda _done, _total: None)
     ref = slot.handle(SendCandidateState(command, candidate, 0), lambda _done, _total: None)
 
     assert result.candidate.lr == LR

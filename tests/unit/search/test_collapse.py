@@ -25,7 +25,7 @@ from raytrain_opt.search.stpt_horizon import HorizonStpt, TaskFacts
 EPOCHS = 20
 
 
-WINNER = CandidateResult(Candidate(0, 1.0, 0.1), "ok", 0.5, 2.1, 2.1, 8, 1.0, 0.1, 0, 8)
+WINNER = CandidateResult(Candidate(0, 1.0, 0.1), "ok", 0.5, 2.1, 2.1, 8, 1.1, 0, 8)
 SEARCHED = History((Decision(1, 0.1, (), WINNER, 0.1, "", untrained_loss=2.4),))
 
 
@@ -47,6 +47,8 @@ def train(history: History, *losses: float) -> Attempt:
         ((2.2, 2.1, 2.1, 2.1, 2.21), 5),  # after a quarter
         ((2.2, 2.1, 2.1, 2.1, 2.1, 2.6), 0),  # too late
         ((-2.5, -2.51), 0),
+        ((-2.5, -2.49), 2),
+        ((0.6983, 0.6997), 0),  # nothing is left to learn
         ((2.3, math.nan), 2),
         ((math.inf,), 1),
         ((*[2.0] * 9, math.nan), 10),

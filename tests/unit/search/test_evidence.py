@@ -12,9 +12,7 @@ from raytrain_opt.search.policy import Candidate, CandidateResult
 
 def result(loss: float, error: float) -> CandidateResult:
     candidate = Candidate(0, 1.0, 0.1)
-    return CandidateResult(
-        candidate, "ok", 0.5, loss, loss, 8, 1.0, 0.1, 0, 60, val_loss_error=error
-    )
+    return CandidateResult(candidate, "ok", 0.5, loss, loss, 8, 1.1, 0, 60, val_loss_error=error)
 
 
 @pytest.mark.parametrize(

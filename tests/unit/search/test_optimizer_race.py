@@ -45,7 +45,7 @@ class Optimizer:
         if candidate.lr >= self.limit:
             loss = math.nan
         status = "diverged" if math.isnan(loss) else "ok"
-        result = CandidateResult(candidate, status, 0.5, loss, loss, 8, 1.0, 0.1, 0, 8)
+        result = CandidateResult(candidate, status, 0.5, loss, loss, 8, 1.1, 0, 8)
         return replace(result, val_loss_error=self.error)
 
 

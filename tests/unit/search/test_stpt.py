@@ -48,7 +48,7 @@ def epoch_without_round(policy: Stpt, epoch: int) -> TrainEpoch:
 
 def result(candidate: Candidate, **outcome: Any) -> CandidateResult:
     values = {"status": "ok", "val_metric": 0.5, "val_loss": 1.0, "train_loss": 1.0, **outcome}
-    return CandidateResult(candidate, samples=8, train_s=1.0, score_s=0.5, slot=0, **values)
+    return CandidateResult(candidate, samples=8, duration_s=1.5, slot=0, **values)
 
 
 def decide(policy: Stpt, accuracies: list[float], action: TryCandidates | None = None) -> Decision:

@@ -70,8 +70,7 @@ def result(candidate: Candidate, blocks: list[float]) -> CandidateResult:
         val_loss=mean,
         train_loss=mean,
         samples=8,
-        train_s=1.0,
-        score_s=0.1,
+        duration_s=1.1,
         slot=0,
     )
 

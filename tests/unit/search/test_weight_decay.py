@@ -27,7 +27,7 @@ AUTO = OptimizerSection(name="Muon", args={"weight_decay": "auto"})
 
 def result(lr: float, loss: float) -> CandidateResult:
     candidate = Candidate(0, 1.0, lr)
-    return CandidateResult(candidate, "ok", 0.5, loss, loss, 8, 1.0, 0.1, 0, 8)
+    return CandidateResult(candidate, "ok", 0.5, loss, loss, 8, 1.1, 0, 8)
 
 
 WINNER = result(0.1, 1.5)
