@@ -210,26 +210,9 @@ OTHER_DATA = {
     )
 }
 # Whole data sets, for a GPU: each training has about 4,700 updates.
-WHOLE = {
-    task.name: task
-    for task in (
-        Task(
-            "cifar100_whole",
-            "cifar100_fine",
-            32,
-            44928,
-            5000,
-            crop=4,
-            batch=128,
-            network="resnet20",
-            width=16,
-            epochs=12,
-        ),
-        Task(
-            "fashion_mnist_whole", "fashion_mnist", 28, 53888, 6000, 1, 2, 128, width=16, epochs=10
-        ),
-    )
-}
+_CIFAR100 = Task("cifar100_whole", "cifar100_fine", 32, 44928, 5000, 1, 4, 128, "resnet20", 16)
+_FASHION = Task("fashion_mnist_whole", "fashion_mnist", 28, 53888, 6000, 1, 2, 128, width=16)
+WHOLE = {t.name: t for t in (replace(_CIFAR100, epochs=12), replace(_FASHION, epochs=10))}
 # Too small for a meaningful result: it shows that the benchmark works.
 SYNTHETIC = Task("synthetic", "synthetic", 4, 256, 64, batch=32, width=2)
 

@@ -64,7 +64,7 @@ from raytrain_opt.storage import append_lines
 
 POLICIES: dict[str, dict[str, Any]] = {
     "stpt": {"candidates": [1.0, 0.5], "alpha": 5},
-    "stpt_horizon": {"horizon": 0.2, "max_search_cost": 1.0},
+    "stpt_horizon": {"max_search_cost": 1.0},
 }
 RECORDS = ("rounds.jsonl", "epochs.jsonl", "schedule.jsonl", "predictions.json", "result.json")
 ACTIONS = ("kill", "tear", "again", "sigterm")

@@ -41,9 +41,7 @@ schedulefree          schedule-free SGD at its default rate, 1, and the best of 
                       schedule-free AdamW at 0.0025, and the best of two
 
 All rows run the product's own code (`driver.train`, policies, schedules, learner, data) **in one
-process without Ray** (in_process.py), one candidate after another instead of side by side. Ray
-Tune's ASHA and PBT and Lightning's `lr_find` were rows until 2026-11-25; their figures are in
-results/default_search.md.
+process without Ray** (in_process.py), one candidate after another instead of side by side.
 
 Columns: `accuracy_*`, in percent, over the seeds. `trainings`: samples trained, including every
 candidate's, divided by those of one training; samples that are only scored do not count.
