@@ -18,6 +18,12 @@ def points(samples: int = 40) -> tuple[Any, Any]:
     return points, points
 
 
+def without_classes() -> tuple[Any, Any]:
+    """Return lists of samples, which say nothing of their classes."""
+    points = [(torch.zeros(4), i % CLASSES) for i in range(40)]
+    return points, points
+
+
 def raising() -> tuple[Any, Any]:
     """Raise an error, as a bug of the user would."""
     raise KeyError("planted bug")

@@ -135,9 +135,9 @@ MISMATCHES = [
     (f"{LINEAR}\n{SETS}uneven'}}", "data.name", "all must be the same"),
     (f"{LINEAR}\n{SETS}points', args: {{samples: 1}}}}", "data", "no sample is left to train on"),
     (
-        "data: 'tests.support.broken_parts:points'",
+        "data: 'tests.support.broken_parts:without_classes'",
         "data.num_classes",
-        "write the number in the job",
+        "give the Dataset one of them, or the job data.num_classes",
     ),
     (
         f"model: 'tests.support.broken_parts:two_outputs'\n{SETS}points'}}",

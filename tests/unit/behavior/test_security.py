@@ -10,7 +10,6 @@ import urllib.request
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 from click.testing import CliRunner
@@ -94,9 +93,7 @@ SHOWN = "[red]a:smile:[bold] \\x1b[31m\\u202e\\u2028\\nstate ok"
 
 
 @pytest.mark.filterwarnings("ignore:Glyph")  # of plots
-def test_names_and_records_are_shown_in_one_line_with_escapes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_and_records_are_shown_in_one_line_with_escapes(tmp_path: Path) -> None:
     """In every command: no markup, no emoji, no line that a name makes up."""
     storage = tmp_path / NAME
     run_dir = write_run(storage / "r-20260101-000000-0123456789abcdef", epochs=1)
@@ -113,9 +110,8 @@ def test_names_and_records_are_shown_in_one_line_with_escapes(
         "validate": CliRunner().invoke(cli.main, ["validate", job]).output,
     }
     prediction = Prediction(NAME, ((NAME, 1.0),))
-    monkeypatch.setattr(predict, "predict", lambda *_, **__: iter([prediction]))
     with redirect_stdout(io.StringIO()) as output:
-        predict.print_predictions(cast("Any", None), [], as_json=False)
+        predict.print_predictions("", [prediction], as_json=False)
     outputs["predict"] = output.getvalue()
     with redirect_stdout(io.StringIO()) as output:
         print_findings([Finding(NAME, "ok", NAME)])
