@@ -5,9 +5,11 @@ Its key-value store listens on one address only.
 
 from __future__ import annotations
 
+import json
+import os
 import pickle
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib import import_module
 from typing import Any, Literal, TypeVar, cast
@@ -45,6 +47,10 @@ class CommandGroup(Group):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._dump = dump
         self._group: Any = dist.new_group(backend="gloo", timeout=_NO_LIMIT)
+        # A connection of its own: a client serves one call at a time.
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self._store = _TCPStore(address, port, is_master=False, wait_for_workers=False)
+        self._keys = [f"raytrain_opt/{rank}" for rank in range(self.size)]
 
     def broadcast(self, value: T | None) -> T:
         content = [b"" if self.rank else self._dump(value)]
@@ -63,6 +69,10 @@ class CommandGroup(Group):
         value = torch.tensor(int(flag))
         dist.all_reduce(value, dist.ReduceOp.MIN, self._group)
         return bool(value)
+
+    def share(self, values: Sequence[int]) -> list[Sequence[int]]:
+        self._store.set(self._keys[self.rank], json.dumps(values))
+        return [] if self.rank else [*map(json.loads, self._store.multi_get(self._keys))]
 
 
 def listen_on_one_address() -> None:

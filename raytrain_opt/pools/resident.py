@@ -1,9 +1,9 @@
 """The life of a resident process: join, execute commands, leave. Free of torch.
 
 Workers that form a process group have one voice: the first rank takes a command from the mailbox
-and broadcasts it in the group, and gathers the replies of all ranks. Two things go from each rank
-to the mailbox: its progress, which a hung collective must not stop, and an exception that other
-ranks may not have.
+and broadcasts it in the group, and gathers the replies of all ranks. The mailbox has one caller
+for each group, whatever its size. Two things go other ways: the progress of the ranks, which a
+hung collective must not stop, and an exception that other ranks may not have.
 """
 
 from __future__ import annotations
@@ -112,6 +112,13 @@ class Group:
     def all(self, flag: bool) -> bool:
         return flag
 
+    def share(self, values: Sequence[int]) -> list[Sequence[int]]:
+        """Let the first rank know values; return the latest of all ranks there, without waiting.
+
+        Another thread may call this. The first call of all ranks precedes all other calls.
+        """
+        return [values]
+
 
 def serve(
     config: ResidentConfig,
@@ -154,10 +161,12 @@ class CommandLoop:
     absent: tuple[int, ...] = ()  # ranks that the group does without
     no_progress_s: float = math.inf  # until a failure that makes other ranks wait is an error
     _left: threading.Event = field(default_factory=threading.Event)
+    _residents: list[Resident] = field(default_factory=list)  # those that this one speaks for
     # The command that is executed, by number, and its progress.
     _work: tuple[int, Progress | None] | None = None
 
     def run(self, handler: Handler) -> None:
+        self.group.share((0,))
         report = partial(self._report, handler)
         threading.Thread(target=report, daemon=True, name="report-progress").start()
         try:
@@ -166,7 +175,8 @@ class CommandLoop:
             self._left.set()
 
     def _run(self, handler: Handler) -> None:
-        join = partial(self.mailbox.join, self._gather(self.resident), self.absent)
+        self._residents = self._gather(self.resident)
+        join = partial(self.mailbox.join, self._residents, self.absent)
         first, number, command = self._from_first(join)
         while not isinstance(command, Close):
             if isinstance(command, Regroup) and number != first:
@@ -241,19 +251,26 @@ class CommandLoop:
         reported, since_s = self._work, monotonic_s()
         while not self._left.wait(_PROGRESS_INTERVAL_S):
             if (work := self._work) is not None:
-                self._send_progress(*work)
+                self._exchange_reports(*work)
                 if work is not reported:
                     reported, since_s = work, monotonic_s()
                 is_overdue = monotonic_s() - since_s > self.no_progress_s
                 if self.group.size > 1 and is_overdue and (failure := handler.failure) is not None:
                     self.mailbox.send([self._reply(work[0], to_failure(failure))])
 
-    def _send_progress(self, number: int, progress: Progress | None) -> None:
-        """Let the driver know the progress. Ends the process if the run has ended."""
+    def _exchange_reports(self, number: int, progress: Progress | None) -> None:
+        """Let the driver know the progress of all ranks. Ends the process if the run has ended."""
+        values = (number,) if progress is None else (number, progress.done, progress.total)
         try:
-            self.mailbox.send([Report(self.resident.sender, number, progress)])
-        except ray.exceptions.ActorUnavailableError:
-            pass  # the mailbox cannot be reached now
+            shared = zip(self._residents, self.group.share(values), strict=True)
+            reports = [
+                Report(resident.sender, number, Progress(*steps) if steps else None)
+                for resident, (number, *steps) in shared
+            ]
+            if reports:
+                self.mailbox.send(reports)
+        except (RuntimeError, ray.exceptions.ActorUnavailableError):
+            pass  # the mailbox cannot be reached now, or the first rank has died, as this one will
         except ray.exceptions.ActorDiedError:
             os._exit(1)
 

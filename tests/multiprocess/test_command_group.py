@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,22 @@ def main(port: int, rank: int, world_size: int, folder: Path) -> Any:
     dist.destroy_process_group()  # of the tests: this one has a store of its own
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     group = CommandGroup(pickle.dumps)
+    group.share((0,))
     heard = [group.broadcast("x" * n if rank == 0 else None) for n in SIZES]
     gathered = [group.gather({"rank": rank, "content": "x" * n * rank}) for n in SIZES]
     agreed = group.all(True), group.all(rank != 1)
-    results: dict[str, Any] = {"heard": heard, "gathered": gathered, "agreed": agreed}
+    group.share((7, rank))
+    waiting = threading.Thread(target=group.broadcast, args=(None,), daemon=True)
+    if rank:
+        waiting.start()
+    dist.barrier()
+    # While the ranks wait for a command, and while one hangs.
+    results: dict[str, Any] = {
+        "heard": heard,
+        "gathered": gathered,
+        "agreed": agreed,
+        "shared": group.share((7, rank)),
+    }
     torch.save(results, folder / f"rank-{rank}.pt")
     dist.barrier()
     os._exit(0)
@@ -45,4 +58,5 @@ def test_the_first_rank_tells_all_and_hears_of_all(tmp_path: Path) -> None:
     assert first["gathered"] == [
         [{"rank": rank, "content": "x" * size * rank} for rank in range(RANKS)] for size in SIZES
     ]
-    assert [results["gathered"] for results in others] == [[[]] * len(SIZES)] * 2
+    assert [tuple(values) for values in first["shared"]] == [(7, rank) for rank in range(RANKS)]
+    assert [(r["gathered"], r["shared"]) for r in others] == [([[]] * len(SIZES), [])] * 2

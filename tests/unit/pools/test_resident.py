@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -238,6 +238,7 @@ class ThreadGroup:
         self.size = size
         self.all_reduce = threading.Barrier(size, timeout=20)
         self.values: list[Any] = [None] * size
+        self.shared: list[Sequence[int]] = [(0,)] * size
 
     def member(self, rank: int) -> GroupMember:
         return GroupMember(self, rank, self.size)
@@ -258,6 +259,10 @@ class GroupMember:
 
     def all(self, flag: bool) -> bool:
         return all(self._exchange(flag))
+
+    def share(self, values: Sequence[int]) -> list[Sequence[int]]:
+        self.group.shared[self.rank] = values
+        return [] if self.rank else self.group.shared
 
     def _exchange(self, value: Any) -> list[Any]:
         self.group.values[self.rank] = value
@@ -292,22 +297,23 @@ def test_the_first_rank_takes_commands_and_sends_the_replies_of_all() -> None:
     live(ThreadGroup(3), lambda _: Echo(), [mailbox, others, others])
     assert mailbox.joined == 3
     assert mailbox.replies == ["send_initial_state"] * 3 + ["evaluate"] * 3
-    assert (others.joined, others.replies) == (0, [])
+    assert (others.joined, others.replies, others.reports) == (0, [], [])
 
 
 def test_the_progress_of_all_ranks_is_known_while_they_work() -> None:
     """Also in an evaluation, where one may be far behind."""
-    mailboxes = [FakeMailbox(deque([EVALUATE])), FakeMailbox(deque())]
+    mailbox, others = FakeMailbox(deque([EVALUATE])), FakeMailbox(deque())
 
     def make_echo(rank: int) -> Echo:
         def act(_: Command, on_step: OnStep) -> None:
             on_step(rank, 9)
-            while any(Progress(n, 9) not in box.reports for n, box in enumerate(mailboxes)):
+            while not {Progress(0, 9), Progress(1, 9)} <= set(mailbox.reports):
                 time.sleep(0.001)
 
         return Echo(act)
 
-    live(ThreadGroup(2), make_echo, mailboxes)
+    live(ThreadGroup(2), make_echo, [mailbox, others])
+    assert others.reports == []
 
 
 def test_a_rank_whose_exception_the_others_do_not_have_reports_it_itself() -> None:
