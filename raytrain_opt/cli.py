@@ -237,9 +237,9 @@ def evaluate(run_dirs: tuple[str, ...], ensemble: bool, as_json: bool, trust: bo
 def predict(run_dir: str, images: tuple[str, ...], as_json: bool, trust: bool) -> int:
     """Print the three most probable classes of images, or of the test set.
 
-    RUN is a run directory, a URI, or RUN_DIR/checkpoints/NAME; images are files or folders. Of
-    the test set, all samples are predicted, those of a task by its values. Ends with 1 if a file
-    is not an image.
+    RUN is a run directory, a URI, or RUN_DIR/checkpoints/NAME; images are files or folders.
+    Without them, all samples of the test set are predicted; a task prints its values. Ends with 1
+    if a file is not an image.
 
     Example: raytrain-opt predict runs/quickstart-* photo.png scans/
     """

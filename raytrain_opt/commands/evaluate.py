@@ -58,7 +58,7 @@ class TaskMetrics:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The errors or metrics of all runs, and those of their ensemble where it was asked for."""
+    """The errors or metrics of all runs, and of their ensemble where it was asked for."""
 
     runs: tuple[ErrorRates | TaskMetrics, ...]
     ensemble: ErrorRates | None

@@ -19,7 +19,6 @@ from raytrain_opt.data.image_folder import image_paths, left_out_note
 from raytrain_opt.data.images import SUFFIXES, read_image_file
 from raytrain_opt.errors import JobError, Problem, printable
 from raytrain_opt.train.learner import Learner
-from raytrain_opt.train.task import Classification
 from raytrain_opt.train.trained_model import TrainedModel
 
 # Images in memory at a time.
@@ -44,7 +43,8 @@ class Prediction:
         if self.error is not None:
             return {"image": self.image, "error": self.error}
         classes = [{"name": name, "probability": value} for name, value in self.classes]
-        return {"image": self.image, "classes": classes, **self.values}
+        values = {"values": dict(self.values)} if self.values else {}
+        return {"image": self.image, "classes": classes, **values}
 
     def line(self) -> str:
         """Return a line for the terminal."""
@@ -85,7 +85,7 @@ def predict_test_set(run: SavedRun) -> Iterator[Prediction]:
 
 def _predict_samples(learner: Learner, batch: Batch, samples: list[str]) -> Iterator[Prediction]:
     names = learner.info.class_labels
-    if isinstance(learner.task, Classification):
+    if learner.config.task.is_classification:
         rows = learner.model(batch.x).float().softmax(dim=1).tolist()
         for sample, row, label in zip(samples, rows, batch.y, strict=True):
             yield Prediction(sample, _ranked(names, row), values={"label": names[int(label)]})

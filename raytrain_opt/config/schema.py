@@ -199,7 +199,7 @@ class WorkersSection(Section):
     """The data-parallel workers of Ray Train."""
 
     count: PositiveInt | Literal["auto"] | CountRange = "auto"
-    """Number of workers, which share the global batch by their speeds. auto: as many as there
+    """Number of workers, which share the global batch by speed. auto: as many as there
     are free GPUs, or the largest number below that divides global_batch_size; without GPUs, 1.
     {min: 2, max: 8}: continue with fewer when a node is lost, and with more, from the next epoch
     on, when there is room again; the global batch stays."""

@@ -12,7 +12,7 @@ from raytrain_opt.execution.progress import RunProgress
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.recording.recorder import EventLog
 from raytrain_opt.threads import start_thread
-from raytrain_opt.train.checkpoint import Checkpoint, Checkpoints
+from raytrain_opt.train.checkpoint import Checkpoint, Checkpoints, best_of
 from raytrain_opt.train.state import TrainingState
 
 # Between two attempts to copy to remote storage: short after a lost connection, and not so often
@@ -75,8 +75,7 @@ class CheckpointWriter:
     @property
     def best(self) -> Checkpoint | None:
         """The first checkpoint on disk with the best metric."""
-        scored = [(c.score, -c.epoch, c) for c in self._checkpoints.saved if c.score is not None]
-        return max(scored, key=lambda entry: entry[:2])[2] if scored else None
+        return best_of(self._checkpoints.saved)
 
     def save(
         self, state: TrainingState, progress: RunProgress, score: float | None = None

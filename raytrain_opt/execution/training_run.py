@@ -41,7 +41,7 @@ from raytrain_opt.search.policy import (
     TryCandidates,
     is_finite,
 )
-from raytrain_opt.train.checkpoint import Checkpoint, read_checkpoint
+from raytrain_opt.train.checkpoint import Checkpoint, find_damage, read_checkpoint
 from raytrain_opt.train.pretrained import start_from_pretrained
 from raytrain_opt.train.state import TrainingState
 
@@ -304,6 +304,9 @@ class TrainingRun:
         best = self.checkpoints.best
         if not self.info.final_size or best is None:
             return {}
+        if damage := find_damage(self.paths.checkpoints, best):
+            self.event_log.log("lost", best.epoch, f"the third set is not measured: {damage}")
+            return {}
         state, _ = read_checkpoint(self.paths.checkpoints / best.folder)
         return self._score(self.pools.states.put(f"best {best.folder}", state), "final").means
 
@@ -403,10 +406,9 @@ class TrainingRun:
         self.terminal.advance(self.length.fraction(epoch - 1))
 
     def _write_round(self, action: TryCandidates, decision: Decision) -> None:
-        names = [str(optimizer.name) for optimizer in self.optimizers]
-        timings_s, search_on = self._epoch.stopwatch.timings_s, self.pools.search_on
+        names, timings_s = [str(o.name) for o in self.optimizers], self._epoch.stopwatch.timings_s
         record = RoundRecord.from_decision(
-            action, self._epoch.results, decision, names, search_on, timings_s
+            action, self._epoch.results, decision, names, self.pools.search_on, timings_s
         )
         self.recorder.round(record, len(self._lrs))
         self.callbacks.call("on_round", record)

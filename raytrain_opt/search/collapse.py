@@ -5,9 +5,9 @@ peak at which they train may be too high for it: the network ends up guessing, a
 revives it.
 
     collapsed   the loss or the weights are not finite; or, in an epoch between a tenth and a
-                quarter of them, the training loss is 0.3 % above that of the first epoch
+                quarter of them, the training loss is 0.3 % above the first epoch's
 
-Where a training learns anything, however little, its loss is below that of the first epoch. Where
+Where a training learns anything, however little, its loss is below the first epoch's. Where
 nothing is left to learn, the losses of epochs differ by less than 0.3 %. A collapsed training
 starts from the initial weights, for the epochs that are left. In the second half no training
 starts again.

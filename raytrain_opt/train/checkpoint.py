@@ -160,12 +160,15 @@ class Checkpoints:
         """Select the newest checkpoint, and the last and best ones at the end of an epoch."""
         epochs = [c for c in checkpoints if not c.is_partial]
         if self.section.keep != "all":
-            kept = epochs[-self.section.keep :]
-            scored = [(c.score, -c.epoch, c) for c in epochs if c.score is not None]
-            if scored:
-                kept.append(max(scored, key=lambda entry: entry[:2])[2])
+            kept = [*epochs[-self.section.keep :], best_of(epochs)]
             epochs = [c for c in epochs if c in kept]
         return [*epochs, checkpoints[-1]] if checkpoints[-1].is_partial else epochs
+
+
+def best_of(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
+    """Return the first of those with the best metric."""
+    scored = [(c.score, -c.epoch, c) for c in checkpoints if c.score is not None]
+    return max(scored, key=lambda entry: entry[:2])[2] if scored else None
 
 
 def find_damage(

@@ -68,13 +68,13 @@ class Phase:
         then the losses of a step are added in the order of its micro-batches.
         """
         rows = torch.stack(self.losses) if self.losses else torch.zeros(0, 1)
-        samples, skipped = self.samples, self.skipped
+        counts = [rows.new_full((1,), count) for count in (self.samples, self.skipped)]
+        message = torch.cat([rows.view(-1), *counts])
         if dist.is_initialized():
-            counts = [torch.full((1,), n).to(rows) for n in (samples, skipped)]
-            message = torch.cat([rows.view(-1), *counts])
             dist.all_reduce(message)
-            rows, (samples, skipped) = message[:-2].view_as(rows), map(int, message[-2:].tolist())
-        losses = tuple(map(sum, rows.tolist()))
+        message = message.cpu()
+        losses = tuple(map(sum, message[:-2].view_as(rows).tolist()))
+        samples, skipped = map(int, message[-2:].tolist())
         totals = TrainTotals(
             steps=self.steps,
             samples=samples,

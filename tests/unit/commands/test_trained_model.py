@@ -249,7 +249,7 @@ def test_without_images_the_test_set_is_predicted(texts: str, photo_run: str) ->
         output = invoke("predict", run_dir, "--trust", "--json").stdout
         predictions = json.loads(output)["predictions"]
         assert predictions[0]["image"].endswith(sample)
-        wrong = [p for p in predictions if p["label"] != p["classes"][0]["name"]]
+        wrong = [p for p in predictions if p["values"]["label"] != p["classes"][0]["name"]]
         [evaluated] = evaluate_runs([run_dir], ensemble=False, trust=True).runs
         assert len(predictions) == evaluated.samples
         assert len(wrong) / len(predictions) == pytest.approx(evaluated.top1_error)

@@ -13,6 +13,7 @@ import pytest
 from raytrain_opt import load_model, run
 from raytrain_opt.config.data import ImageFolderData
 from raytrain_opt.data.image_folder import ImageFolderSource
+from raytrain_opt.execution.training_run import TrainingRun
 from raytrain_opt.pools.commands import StateRef
 from raytrain_opt.pools.protocol import SynchronousTraining
 from raytrain_opt.report.run_reader import read_run
@@ -132,3 +133,25 @@ def test_the_first_of_the_best_epochs_is_looked_at_whatever_is_saved(
     )
     result = run(job, in_process=True)
     assert (result.best_epoch, looked_at[-1]) == (2, "final best epoch-0002")
+
+
+@pytest.mark.usefixtures("without_plots")
+def test_without_the_weights_of_the_best_epoch_the_run_ends_and_says_so(
+    three_sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damage(run: TrainingRun) -> dict[str, float]:
+        run.wait_for_checkpoint()
+        best = run.checkpoints.best
+        assert best is not None
+        (run.paths.checkpoints / best.folder / "weights.safetensors").write_bytes(b"damaged")
+        return evaluate_best(run)
+
+    evaluate_best = TrainingRun.evaluate_best
+    monkeypatch.setattr(TrainingRun, "evaluate_best", damage)
+    data = {"name": "image_folder", "root": str(three_sets), "image_size": 8, "loader_workers": 0}
+    schedule = {"policy": "schedule", "initial": 0.1}
+    job = small_job(tmp_path, data=data, epochs=1, global_batch_size=4, learning_rate=schedule)
+    result = run(job, in_process=True)
+    assert "final_set" not in result.summary or not result.summary["final_set"]
+    [event] = [e for e in read_lines(result.run_dir, "events") if e["kind"] == "lost"]
+    assert event["text"].startswith("the third set is not measured: ")

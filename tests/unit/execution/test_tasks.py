@@ -137,7 +137,7 @@ def test_a_trained_task_is_evaluated_predicts_its_test_set_and_is_exported(tmp_p
     assert f"absolute_error {result.test_metric:.4g}" in text
     arguments = ("predict", result.run_dir, "--trust", "--json")
     output = CliRunner().invoke(main, arguments, catch_exceptions=False).stdout
-    errors = [row["absolute_error"] for row in json.loads(output)["predictions"]]
+    errors = [row["values"]["absolute_error"] for row in json.loads(output)["predictions"]]
     assert sum(errors) / len(errors) == pytest.approx(result.test_metric, rel=1e-5)
     command = ["export", result.run_dir, "--trust", "--format", "torch_export"]
     path = str(tmp_path / "model")
