@@ -167,6 +167,7 @@ def run(
 @main.command("find-batch-size")
 @_job_file
 @_overrides
+@click.option("--fresh", is_flag=True, hidden=True, expose_value=False)  # every search is one
 @_address
 def find_batch_size(job_file: str, overrides: tuple[str, ...], address: str | None) -> None:
     """Find the batch size for a job by probes.
