@@ -48,7 +48,7 @@ BROKEN = [
     ("workers: {count: many}", "workers.count", "must be an integer or 'auto' or a section (keys"),
     ("checkpoint: {every: 5x}", "checkpoint.every", "must be a time such as 90s, 45min or 1h30"),
     ("channels_last: perhaps", "channels_last", "must be true or false (given: 'perhaps')"),
-    ("compile: true", "compile", "must be 'auto', 'none', 'default' or 'max-autotune'"),
+    ("compile: true", "compile", "must be 'auto', 'none' or 'default'"),
     ("learning_rate: stpt", "learning_rate", "with the key policy or strategy (given: 'stpt')"),
     # ranges
     ("epochs: 0", "epochs", "must be greater than 0 (given: 0)"),
