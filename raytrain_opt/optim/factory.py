@@ -193,7 +193,7 @@ def _resolve_class(name: str | Callable[..., Any]) -> Any:
     if not is_function_name(name):
         if name not in _CLASSES:
             valid = sorted(set(_CLASSES) - set(_UNSUPPORTED))
-            hint = nearest(str(name), valid, n=2, ignore_case=True)
+            hint = nearest(str(name), valid, n=2)
             rule = (
                 "must be a class of torch.optim, LARS, Muon, RMSpropWarmup, ScheduleFreeSGD, "
                 "ScheduleFreeAdamW, or package.module:Class"
