@@ -1,8 +1,7 @@
 """Choose the number of compute threads by timing training steps.
 
 Threads pay only where an operation takes much longer than it takes to wake them and to wait for
-the last one. Where that is depends on the machine (two of its cores may share one arithmetic
-unit), the network and the batch. No rule about sizes holds on two machines; some steps tell.
+the last one. No rule about sizes holds on two machines; some steps tell.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from raytrain_opt.models.factory import preserve_model
 from raytrain_opt.train.kernels import autocast_dtype
 from raytrain_opt.train.task import Task
 
-# Every number of threads is timed in each round, because the noise of a machine comes and goes.
-_ROUNDS = 5
-_ROUND_S = 0.02  # of one number of threads; a step that takes longer is timed once
+# The noise of a machine comes and goes, so each number of threads is timed in every round.
+_ROUNDS = 15
+_SHORT_S = 0.02  # a step that takes longer is timed once in a round
 _LIMIT_S = 1.0  # no round begins later
 # More threads have to save this part of the time; others may need their cores.
 _GAIN = 0.05
@@ -33,10 +32,7 @@ _GAIN = 0.05
 
 @dataclass(frozen=True)
 class StepTimer:
-    """Times training steps on the CPU, of `samples` repeated to a batch.
-
-    Model and task are preserved.
-    """
+    """Times training steps on the CPU, of `samples` repeated to a batch; changes nothing."""
 
     task: Task
     model: nn.Module
@@ -76,10 +72,7 @@ class StepTimer:
 
 
 def fewest_fast_threads(step: Callable[[], None], most: int) -> int:
-    """Return the smallest number of threads with which `step` is about as fast as with any.
-
-    Tries `most`, its half, and so on to 1. torch has the number of threads of before afterwards.
-    """
+    """Return the fewest threads, of `most`, its half and so on, that are about as fast as any."""
     numbers = [most]
     while numbers[-1] > 1:
         numbers.append(numbers[-1] // 2)
@@ -101,13 +94,10 @@ def fewest_fast_threads(step: Callable[[], None], most: int) -> int:
 
 def _time_s(step: Callable[[], None]) -> float:
     """Return the seconds of a step, after one that is not counted unless it takes long."""
-    began_s = monotonic_s()
-    step()
-    first_s = monotonic_s() - began_s
-    if first_s > _ROUND_S:
-        return first_s
-    began_s, steps = monotonic_s(), 0
-    while (passed_s := monotonic_s() - began_s) < _ROUND_S:
+    for _ in range(2):
+        began_s = monotonic_s()
         step()
-        steps += 1
-    return passed_s / steps
+        step_s = monotonic_s() - began_s
+        if step_s > _SHORT_S:
+            break
+    return step_s
