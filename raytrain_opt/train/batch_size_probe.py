@@ -40,8 +40,7 @@ _MIB = 1024**2
 _EVALUATION_STEPS = 3
 # Steps before timing starts, and the least number of timed steps.
 _WARMUP_STEPS, _TIMED_STEPS = 3, 5
-# With slow steps, this much warm-up or timed training is enough, but at least two steps: a
-# standard error needs two values.
+# With slow steps, this much training is enough, but two steps: a standard error needs two values.
 _WARMUP_S, _TIMED_S, _MIN_STEPS = 0.5, 1.0, 2
 # A strategy that reads the utilization needs a few samples of it.
 _MIN_UTILIZATION_SAMPLES = 3
@@ -53,8 +52,8 @@ _PRIOR_SPREAD, _PRIOR_STEPS = 0.03, 3
 class ProbedTraining:
     """The training that a probe measures; `loss` returns the mean over a batch.
 
-    `batches(size, on_copy)` yields batches on the device without end, and calls `on_copy`
-    between reading a batch and moving it to the device.
+    `batches(size, on_copy)` yields batches on the device without end; calls `on_copy` before each
+    copy to the device.
     """
 
     model: nn.Module
@@ -70,8 +69,6 @@ class ProbedTraining:
 
 
 def probed_training(learner: Learner) -> ProbedTraining:
-    """Return the training of a learner: its model, optimizer, loss and input pipeline."""
-
     def batches(size: int, on_copy: Callable[[], None]) -> Iterator[Batch]:
         learner.data.on_copy = on_copy
         steps = learner.info.steps_per_epoch(size)
@@ -110,15 +107,8 @@ def measure(
 ) -> Probe:
     """Train at `batch_size` until the speed is known to `section.relative_error`, then undo it.
 
-    Running out of memory is a result, not an error.
-
-    Args:
-        training: what to train.
-        batch_size: per process.
-        section: the job's `batch_size_search`.
-        sampler: measures the device's utilization.
-        steps_factor: multiplies the minimum number of steps; above 1, also evaluates (the final
-            check of a choice).
+    Running out of memory is a result, not an error. `steps_factor` multiplies the least number of
+    steps; above 1, also evaluates: the final check of a choice.
     """
     try:
         with _preserve(training):
@@ -150,7 +140,6 @@ def open_probe_sampler(section: BatchSizeSection, device: torch.device, threads:
 
 @contextmanager
 def _preserve(training: ProbedTraining) -> Iterator[None]:
-    """Make everything bit-identical on exit, from copies in CPU memory."""
     model, optimizer, scaler = training.model, training.optimizer, training.scaler
     state = capture(model, optimizer, scaler, copy=True)
     gradients = [parameter.grad for parameter in model.parameters()]
@@ -212,7 +201,6 @@ class _Loop:
         self._batches = training.batches(batch_size, self._timer.mark)
 
     def begin_timing(self) -> None:
-        """Drop the times of earlier steps."""
         self._timer.reset()
         self._timer.mark()
 
@@ -225,7 +213,6 @@ class _Loop:
             self._step()
 
     def _step(self) -> None:
-        """Run one update: wait for data, copy, forward, backward, update."""
         training, mark = self._training, self._timer.mark
         batch = next(self._batches)  # marks the time between waiting and copying
         mark()
@@ -239,7 +226,7 @@ class _Loop:
         mark()
 
     def timings_s(self) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Return the seconds of each part of each timed step, [step, part]."""
+        """Return the seconds, [step, part]."""
         return np.reshape(self._timer.intervals_s(), (-1, len(STEP_PARTS)))
 
     def step_times_s(self) -> list[float]:
@@ -250,8 +237,7 @@ class _Loop:
 def mean_and_error(values: list[float]) -> tuple[float, float]:
     """Return the mean and its standard error, which is infinite for a single value.
 
-    The spread of a few values is itself uncertain, so the prior spread of step times counts as
-    a few more values, whose influence falls as the number of values grows.
+    The spread of a few values is itself uncertain: a prior spread counts as a few more values.
     """
     mean, n = float(np.mean(values)) if values else math.nan, len(values)
     if n < _MIN_STEPS:
@@ -264,7 +250,6 @@ def mean_and_error(values: list[float]) -> tuple[float, float]:
 def _is_precise(
     step_s: list[float], utilization_samples: int, section: BatchSizeSection, factor: int
 ) -> bool:
-    """Return whether the speed is known precisely enough, or the time limit is reached."""
     total_s = sum(step_s)
     if len(step_s) < _MIN_STEPS:
         return False

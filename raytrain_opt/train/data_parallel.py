@@ -1,7 +1,6 @@
-"""Data parallelism of one process: a single process, or DistributedDataParallel (DDP); sums.
+"""Data parallelism: a single process, or DistributedDataParallel (DDP).
 
-Gradients and buffers are added along one tree, in a single process as between several
-(`train.tree_sum`), so the shares of the workers do not change a bit of the result.
+Both add gradients and buffers along one tree (`train.tree_sum`): shares do not change a bit.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ class Parallel:
             self._take_gradients(number)
 
     def finish_backward(self) -> None:
-        """Send no gradients in place of those that are missing, where a micro-batch raised."""
+        """Send zeros for the gradients that a micro-batch has not sent before it raised."""
 
     def end_backward(self) -> None:
         """Give each parameter the gradient of the step, and the model its buffers."""
@@ -111,8 +110,7 @@ class Parallel:
 class DataParallel(Parallel):
     """DistributedDataParallel, which sends gradients in buckets during the backward pass.
 
-    Gradients are views of the buckets. The process group must be initialized, and all ranks must
-    make the same calls.
+    All ranks of the process group make the same calls.
     """
 
     distributed = True
@@ -147,7 +145,6 @@ class DataParallel(Parallel):
 
     @contextmanager
     def accumulate(self, number: int) -> Iterator[None]:
-        """Wrap one micro-batch; gradients are exchanged in the last one of an update."""
         self._last, self._accumulated = number == self.indices[-1], set()
         with (
             self.forward_pass(number),
@@ -161,12 +158,8 @@ class DataParallel(Parallel):
         self._accumulated.add(parameter)
 
     def finish_backward(self) -> None:
-        """Send zeros for the gradients that the micro-batch has not sent before it raised.
-
-        Other ranks wait for them, in the last micro-batch of an update.
-        """
         if not self._last:
-            return
+            return  # the other ranks wait for no gradients yet
         if not self._accumulated:  # DDP expects gradients after a forward pass only
             self.forward.module = nn.Identity()
             try:
@@ -252,10 +245,7 @@ class DataParallel(Parallel):
 
 
 def _views(bucket: GradBucket, flat: Tensor) -> list[Tensor]:
-    """Return views of a tensor like the bucket's, shaped as the gradients in it.
-
-    A gradient lies there as its parameter does in memory, if that is dense.
-    """
+    """Return views of a tensor like the bucket's, which lie in memory as DDP's gradients do."""
     parameters = bucket.parameters()
     parts = torch.split(flat, [parameter.numel() for parameter in parameters])
     return [
@@ -322,12 +312,10 @@ class _SideStream:
 
 
 def begin_communicator_warmup(device: torch.device) -> Future[None]:
-    """Connect the workers in a background thread.
+    """Connect the workers in a thread, while model and data are built (Honda et al.).
 
-    Meanwhile, model and data are built. NCCL connects on first use, which would make the first
-    step slow. gloo connects when the process group is initialized, so initialize it before. Until
-    the result is there, this process must not communicate, or the ranks would mix up their
-    messages: create `DataParallel` only afterwards.
+    NCCL connects on first use, which would make the first step slow. Until the result is there,
+    this process must not communicate: create `DataParallel` only afterwards.
     """
 
     def connect() -> None:

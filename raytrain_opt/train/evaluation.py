@@ -1,7 +1,4 @@
-"""Evaluation of a model on one process's part of a split.
-
-For classifiers, also record classes, confidences and the worst mistakes.
-"""
+"""Evaluation of a model on one process's part of a split; of classifiers, their predictions."""
 
 from __future__ import annotations
 
@@ -61,10 +58,7 @@ class Evaluator:
         batch_size: int,
         on_step: Callable[[int, int], object],
     ) -> EvalTotals:
-        """Evaluate this rank's samples of the split; see `Learner.evaluate`.
-
-        The values are NaN if a batch raised what `attempt` does not raise.
-        """
+        """Evaluate this rank's samples of the split, see `Learner.evaluate`."""
         started_s, samples, info = monotonic_s(), 0, self.data.info
         outputs: dict[str, list[Any]] | None = {} if aggregates(self.task) else None
         device = next(self.model.parameters()).device
@@ -105,7 +99,6 @@ class Evaluator:
         )
 
     def _sums(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Return the sum of each metric over a batch, and of the squared losses, in float64."""
         columns = [values[name].double() for name in self.names]
         return torch.stack([column.sum() for column in [*columns, values["loss"].double() ** 2]])
 
@@ -114,7 +107,7 @@ def add_ranks(task: Task, part: EvalTotals, device: torch.device) -> EvalTotals:
     """Return the totals of all ranks, alike on all, with the task's metrics of a whole set.
 
     Times are this rank's. The first rank aggregates the outputs of all, in the order of the
-    samples. Its metrics are NaN if the loss is not finite. Raises DataError.
+    samples, if the loss is finite. Raises DataError.
     """
     grouped = dist.is_initialized()
     columns = (part.samples, part.loss_squares, *part.sums.values())

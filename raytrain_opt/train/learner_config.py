@@ -55,7 +55,6 @@ class LearnerConfig:
 
     @classmethod
     def from_job(cls, job: Job) -> LearnerConfig:
-        """Return the settings that a job has for its learners."""
         values: dict[str, Any] = {
             field.name: getattr(job, field.name, None) for field in fields(cls)
         }
@@ -86,10 +85,7 @@ class LearnerConfig:
 
     @property
     def async_split(self) -> int:
-        """The micro-batches of a worker's share of a step in `async`, each of which is an update.
-
-        More updates change the weights less meanwhile (docs/async.md); each costs messages.
-        """
+        """The micro-batches of a worker's share of a step in `async`; each is an update."""
         if self.parallel.micro_batches is not None:
             return self.parallel.micro_batches // self.worker_count
         samples = self.batch_size_per_worker

@@ -116,7 +116,7 @@ def foreign_prefix(own: Mapping[str, Tensor], pretrained: Mapping[str, Tensor]) 
 def start_from_pretrained(
     state: TrainingState, section: ModelSection, info: DataInfo
 ) -> tuple[TrainingState, str]:
-    """Return the initial state with pretrained weights, and what happened, for the user."""
+    """Return the initial state with pretrained weights, and what happened."""
     network = build_model(
         section, num_classes=info.num_classes, sample_shape=info.sample_shape, seed=0
     )

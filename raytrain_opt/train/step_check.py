@@ -1,8 +1,7 @@
 """Check before a run that a training step depends on the state and the batch only.
 
-Candidates, restarts and resumed runs all start from a state, that is, from `state_dict()`. What a
-network or a task keeps elsewhere is lost there, or stays from another candidate. So the first step
-is computed twice from one state, and an evaluation is repeated by a network that only has a state.
+Candidates, restarts and resumed runs all start from `state_dict()`. So the first step is computed
+twice from one state, and an evaluation is repeated by a network that only has a state.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ def check_steps(
 
 
 def _step(task: Task, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Compute a step without the update; return the loss and the norm of each gradient."""
+    """Compute a step without the update; return the loss and the gradients' norms."""
     model.zero_grad(set_to_none=True)
     seed_all(0, generators=find_generators(task, model))
     model.train()
@@ -186,7 +185,6 @@ def _evaluate(task: Task, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 def _require_same_tensors(
     model: nn.Module, start: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]
 ) -> None:
-    """Raise JobError unless the network still has the tensors that it had when it was built."""
     old, new = ({n: t.shape for n, t in s.items()} for s in (start, model.state_dict()))
     changed = [n for n in sorted(old.keys() | new.keys()) if old.get(n) != new.get(n)]
     own = dict(model.named_parameters())
@@ -216,14 +214,12 @@ def _not_saved(model: nn.Module, task: Task) -> dict[str, Any]:
 
 
 def _summary(value: Any) -> Any:
-    """Return a value that is compared in place of an attribute: of a container, its size."""
     if isinstance(value, bool | int | float | str):
         return value
     return id(value), len(value) if isinstance(value, Collection) else 0
 
 
 def _depends(what: str, names: Iterable[str]) -> JobError:
-    """Return the error of a result that depends on what `state_dict()` does not hold."""
     names = sorted(names)
     owner = "the task" if names and all(n.startswith("task.") for n in names) else "the network"
     held = first_of(names) if names else "a value, such as a random generator of its own,"

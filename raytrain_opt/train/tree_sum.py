@@ -22,10 +22,9 @@ from torch import Tensor
 
 
 def additions_after(number: int, first: int, count: int) -> int:
-    """Return how many nodes are complete with micro-batch `number` of `count`, leaves aside.
+    """Return how many nodes of micro-batches from `first` on `number` completes, leaves aside.
 
-    Only nodes whose micro-batches are `first` or later. Each is an addition: the node's left child
-    plus its right child, which `number` completes.
+    Each is an addition: the node's left child plus its right child.
     """
     additions, half = 0, 1
     while half < count:
