@@ -34,8 +34,8 @@ _SYNC_BUFFERS: dict[str, Any] = {
     else "broadcast_buffers": False
 }
 _COMPRESSION = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# Elements of the first messages: NCCL uses separate connections for small and large ones.
-_FIRST_MESSAGES = {"cpu": (1,), "cuda": (1, 25 * 2**18)}
+# Elements of the first message: NCCL connects more channels for a large one.
+_FIRST_MESSAGE = {"cpu": 1, "cuda": 25 * 2**18}
 
 
 class Parallel:
@@ -119,7 +119,6 @@ class DataParallel(Parallel):
     def __init__(self, model: nn.Module, section: ParallelSection) -> None:
         self._section = section
         self._device = next(model.parameters()).device
-        self._has_updated = False
         # In a search: of the parameters whose gradients the current micro-batch has computed.
         self._accumulated: set[nn.Parameter] = set()
         self._hooks: list[RemovableHandle] = []
@@ -183,17 +182,12 @@ class DataParallel(Parallel):
         named = self._model.named_parameters()
         unused = [name for name, p in named if p.grad is None and p.requires_grad]
         if unused:
-            text = f"parameters get no gradient, for which workers would wait: {listed(unused)}"
+            rule = f"parameters get no gradient, for which workers would wait: {listed(unused)}"
             hint = (
-                "if layers are left out at random, multiply their output by 0 instead, or train "
-                "with workers.count: 1"
+                "name them if the loss never uses them; if layers are left out at random, "
+                "multiply their output by 0 instead, or train with workers.count: 1"
             )
-            problem = Problem("model.name", f"in some steps {text}", None, hint)
-            if not self._has_updated:
-                hint = f"name them if the loss never uses them; {hint}"
-                problem = Problem("model.freeze", text, None, hint)
-            raise JobError([problem])
-        self._has_updated = True
+            raise JobError([Problem("model.freeze", rule, None, hint)])
         self._balance.after_update()
 
     def end_phase(self) -> None:
@@ -326,13 +320,11 @@ def begin_communicator_warmup(device: torch.device) -> Future[None]:
             torch.cuda.set_device(device)
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
-            for elements in _FIRST_MESSAGES[device.type]:
-                message, ranks = torch.zeros(elements, device=device), dist.get_world_size()
-                dist.all_reduce(message)
-                dist.broadcast(message, src=0)
-                TreeExchange([range(rank, rank + 1) for rank in range(ranks)], ranks).reduce(
-                    [message]
-                )
+            message = torch.zeros(_FIRST_MESSAGE[device.type], device=device)
+            dist.all_reduce(message)
+            dist.broadcast(message, src=0)
+            ranks = range(dist.get_world_size())
+            TreeExchange([range(rank, rank + 1) for rank in ranks], len(ranks)).reduce([message])
             if stream is not None:
                 stream.synchronize()
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from raytrain_opt.config.error_messages import nearest
 from raytrain_opt.config.schema import ModelSection
 from raytrain_opt.data.base import DataInfo
-from raytrain_opt.errors import CheckpointError, JobError, Problem
+from raytrain_opt.errors import CheckpointError, JobError, Problem, listed
 from raytrain_opt.models import build_model
 from raytrain_opt.random_state import seeded
 from raytrain_opt.storage import is_remote, local_path
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _PATH = "model.weights"
-# Names of tensors in one message.
-_SHOWN = 5
 # Where training code keeps a network's tensors in a larger file.
 _KEYS = ("state_dict", "model_state_dict", "model", "module", "network", "net", "weights")
 # What timm and transformers write into a folder.
@@ -135,11 +133,7 @@ def start_from_pretrained(
 
 
 def _problems(what: str, names: set[str]) -> list[Problem]:
-    if not names:
-        return []
-    some = sorted(names)
-    more = f", and {len(some) - _SHOWN} more" if len(some) > _SHOWN else ""
-    return [Problem(_PATH, f"{len(some)} tensors {what}: {', '.join(some[:_SHOWN])}{more}")]
+    return [Problem(_PATH, f"tensors {what}: {listed(sorted(names))}")] if names else []
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:

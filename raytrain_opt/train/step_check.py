@@ -31,8 +31,8 @@ from raytrain_opt.train.task import (
 # The same operations on a CPU give the same bits, unless memory is aligned in another way.
 _RTOL, _ATOL = 1e-4, 1e-7
 _LR = 0.1  # of updates on trial
-# As a multiple of the rounding of a parameter: a plain gradient step that is visible. Others stay
-# the same for good, such as biases before a BatchNorm layer, whose gradients are rounding errors.
+# A gradient step this much smaller would change a parameter, too. Other gradients are rounding
+# errors, such as the ones of biases before a BatchNorm layer.
 _VISIBLE = 1e3
 
 
@@ -148,7 +148,9 @@ def _try_update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     untrained = [
         name
         for name, p in model.named_parameters()
-        if torch.equal(p, before[name]) and _has_visible_step(p, rates.get(p, 0.0))
+        if p.grad is not None
+        and torch.equal(p, before[name])
+        and not torch.equal(p, p - rates.get(p, 0.0) / _VISIBLE * p.grad)
     ]
     if untrained:
         rule = f"does not change parameters that have a gradient: {first_of(untrained)}"
@@ -166,14 +168,6 @@ def _try_update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         rule = f"its state after a step cannot be saved and loaded: {cause(error)}"
         hint = "keep tensors, numbers, texts, lists and dicts in its groups and state"
         raise JobError([Problem("optimizer.name", rule, None, hint)]) from error
-
-
-def _has_visible_step(parameter: nn.Parameter, lr: float) -> bool:
-    gradient = parameter.grad
-    if gradient is None or not gradient.isfinite().all():
-        return False
-    rounding = torch.finfo(parameter.dtype).eps * parameter.detach().abs()
-    return bool((lr * gradient.abs() > _VISIBLE * rounding).any())
 
 
 def _evaluate(task: Task, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
