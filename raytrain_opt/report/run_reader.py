@@ -15,13 +15,13 @@ from pydantic import BaseModel, PositiveInt, ValidationError
 from raytrain_opt import storage
 from raytrain_opt.config.yaml_loader import read_yaml
 from raytrain_opt.errors import JobError, Problem, RecordError
-from raytrain_opt.recording.predictions import PredictionsRecord
 from raytrain_opt.recording.reader import first_error, read_lines, read_record, read_text
 from raytrain_opt.recording.records import (
     BatchSizeProbeRecord,
     BatchSizeRecord,
     EpochRecord,
     Event,
+    PredictionsRecord,
     ResultRecord,
     RoundRecord,
     ScheduleRecord,
@@ -130,19 +130,19 @@ def read_run(run_dir: str, shown: str | None = None) -> RunRecords:
     if problems:
         raise JobError(problems, "arguments")
     # Before the lines that they count: a live run writes them after those.
-    result = read_record(run_dir, "result.json", ResultRecord)
+    result = read_record(run_dir, ResultRecord)
     epochs = result.epochs if result is not None else _saved_epochs(run_dir)
     rounds = result.search.rounds if result is not None else 0
     return RunRecords(
         shown or run_dir,
         _read_job(run_dir),
-        epochs=read_lines(run_dir, "epochs.jsonl", EpochRecord, epochs),
-        rounds=read_lines(run_dir, "rounds.jsonl", RoundRecord, rounds),
-        probes=read_lines(run_dir, "batch_size.jsonl", BatchSizeProbeRecord),
-        events=read_lines(run_dir, "events.jsonl", Event),
-        batch_size=read_record(run_dir, "batch_size.json", BatchSizeRecord),
-        schedule=read_lines(run_dir, "schedule.jsonl", ScheduleRecord, epochs),
-        predictions=read_record(run_dir, "predictions.json", PredictionsRecord),
+        epochs=read_lines(run_dir, EpochRecord, epochs),
+        rounds=read_lines(run_dir, RoundRecord, rounds),
+        probes=read_lines(run_dir, BatchSizeProbeRecord),
+        events=read_lines(run_dir, Event),
+        batch_size=read_record(run_dir, BatchSizeRecord),
+        schedule=read_lines(run_dir, ScheduleRecord, epochs),
+        predictions=read_record(run_dir, PredictionsRecord),
         result=result,
         has_checkpoint=read(run_dir, INDEX) is not None,
     )

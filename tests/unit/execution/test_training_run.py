@@ -489,7 +489,9 @@ def outcome(folder: Path) -> dict[str, Any]:
     assert latest is not None
     state, plain = read_checkpoint(paths.checkpoints / latest.folder)
     progress = RunProgress.from_json(plain)
-    rounds = read_lines(str(paths.local), "rounds") if paths.rounds.exists() else []
+    rounds = (
+        read_lines(str(paths.local), "rounds") if (paths.local / "rounds.jsonl").exists() else []
+    )
     epochs = read_lines(str(paths.local), "epochs")
     # A resumed run did not wait for the checkpoint that it started from.
     parts = [sorted({*line["timings_s"]} - {"checkpoint_wait_s"}) for line in (*rounds, *epochs)]
@@ -627,9 +629,7 @@ def test_a_run_whose_directory_disappears_ends_and_makes_no_new_one(
         while any(tmp_path.iterdir()):
             shutil.rmtree(next(tmp_path.iterdir()), ignore_errors=True)
 
-    with pytest.raises(
-        StorageError, match=rf"^{tmp_path}\S* (cannot be written|was removed or cut)"
-    ):
+    with pytest.raises(StorageError, match=rf"^{tmp_path}\S* cannot be written"):
         execute(job, tmp_path, fail_after(1, remove))
     assert not any(tmp_path.iterdir())
 
