@@ -207,7 +207,7 @@ class TrainingRun:
                 return state
 
     def _must_save(self) -> bool:
-        return self.stop.error is not None or self.stop.saves or self.checkpoints.is_due
+        return self.stop.error is not None or self.checkpoints.is_due
 
     def _losses(self, state: StateRef, action: TrainEpoch) -> EpochLosses:
         """Score the validation split where the policy asks for it or a plateau follows it."""
@@ -254,7 +254,6 @@ class TrainingRun:
     def _save_step(self, state: StateRef) -> None:
         """Begin to save the state between two steps of an epoch, unless the training is ruined."""
         self.checkpoints.interval.restart()
-        self.stop.saves = False
         starts_again = self._starts_again_after(self.progress.next_epoch)
         if self._epoch.steps.lrs and not (starts_again and self._is_ruined(state)):
             self._save_partial(state)
