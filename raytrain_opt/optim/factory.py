@@ -160,12 +160,12 @@ def build_optimizer(
         message = str(error) or type(error).__name__
         rule = f"{section.name} rejects this model's parameters: {message}"
         raise JobError([Problem("optimizer", rule)]) from error
-    require_all_parameters(optimizer, model)
+    _require_all_parameters(optimizer, model)
     set_lr(optimizer, 0.0)
     return optimizer
 
 
-def require_all_parameters(optimizer: Optimizer, model: nn.Module) -> None:
+def _require_all_parameters(optimizer: Optimizer, model: nn.Module) -> None:
     """Raise JobError for a parameter that trains, but that the optimizer does not know."""
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
     named = model.named_parameters()
