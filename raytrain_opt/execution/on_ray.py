@@ -176,7 +176,6 @@ class RayBackend:
                 placement,
                 workspace,
                 open_prober,
-                use_gpu=self.plan.use_gpu,
             )
 
     @contextmanager
