@@ -169,7 +169,6 @@ class RayBackend:
                 placement,
                 workspace,
                 open_prober,
-                use_gpu=self.plan.use_gpu,
             )
 
     @contextmanager
