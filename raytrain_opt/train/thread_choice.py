@@ -6,9 +6,8 @@ the last one. No rule about sizes holds on two machines; some steps tell.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from statistics import median
 
 import torch
@@ -30,45 +29,30 @@ _LIMIT_S = 1.0  # no round begins later
 _GAIN = 0.05
 
 
-@dataclass(frozen=True)
-class StepTimer:
-    """Times training steps on the CPU, of `samples` repeated to a batch; changes nothing."""
+def time_threads(
+    task: Task, model: nn.Module, samples: Batch, precision: Precision, batch_size: int, most: int
+) -> int:
+    """Return the number of threads, at most `most`, to train with on the CPU.
 
-    task: Task
-    model: nn.Module
-    samples: Batch
-    precision: Precision
+    Times steps of `samples` repeated to a batch. Model and task are preserved.
+    """
+    cpu, rows = torch.device("cpu"), torch.arange(batch_size) % samples.size
+    x, y = map_leaves(lambda leaf: None if leaf is None else leaf[rows], (samples.x, samples.y))
+    content = replace(samples, x=x, y=y).content
+    dtype = autocast_dtype(precision, cpu)
 
-    def __call__(self, batch_size: int, most: int) -> int:
-        """Return the number of threads, at most `most`, for training with a batch size."""
-        with self._step(batch_size) as step:
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            loss = task.training_loss(model, content)
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    with preserve_model(model, cpu, task):
+        model.train()
+        try:
             return fewest_fast_threads(step, most)
-
-    def step_s(self, batch_size: int) -> float:
-        """Return the seconds of a step with the current number of threads."""
-        with self._step(batch_size) as step:
-            return _time_s(step)
-
-    @contextmanager
-    def _step(self, batch_size: int) -> Iterator[Callable[[], None]]:
-        cpu, rows = torch.device("cpu"), torch.arange(batch_size) % self.samples.size
-        pair = (self.samples.x, self.samples.y)
-        x, y = map_leaves(lambda leaf: None if leaf is None else leaf[rows], pair)
-        content = replace(self.samples, x=x, y=y).content
-        dtype = autocast_dtype(self.precision, cpu)
-
-        def step() -> None:
-            self.model.zero_grad(set_to_none=True)
-            with torch.autocast("cpu", dtype, enabled=dtype is not None):
-                loss = self.task.training_loss(self.model, content)
-            loss.backward()  # type: ignore[no-untyped-call]
-
-        with preserve_model(self.model, cpu, self.task):
-            self.model.train()
-            try:
-                yield step
-            finally:
-                self.model.zero_grad(set_to_none=True)
+        finally:
+            model.zero_grad(set_to_none=True)
 
 
 def fewest_fast_threads(step: Callable[[], None], most: int) -> int:
