@@ -28,6 +28,7 @@ from raytrain_opt.async_training.weight_shard import (
 from raytrain_opt.clock import Stopwatch, monotonic_s
 from raytrain_opt.data.base import Batch
 from raytrain_opt.results import AsyncWorkerMetrics
+from raytrain_opt.train.batch_norm import collect_buffers
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.state import TrainingState, model_tensors
 
@@ -120,7 +121,7 @@ class AsyncTrainer:
             duration_s,
             data_wait_s,
             stopwatch.timings_s,
-            self.learner.buffers(count),
+            collect_buffers(self.learner.model, count),
         )
 
     def _claim_batches(

@@ -38,7 +38,7 @@ from raytrain_opt.terminal import probe_text
 
 # Of train_for, the part in which updates are made; start, search and evaluations take the rest.
 _TRAINING_FRACTION = 0.8
-_CHECK_REASON = "check of the choice in a new process, evaluation included"
+_CHECK_REASON = "check of the choice in a new process"
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,7 @@ from raytrain_opt.data.base import Batch
 from raytrain_opt.errors import DataError, JobError, Problem
 from raytrain_opt.optim.epoch_steps import Length
 from raytrain_opt.results import Probe
-from raytrain_opt.search.batch_size.strategy import (
-    ProbeRequest,
-    SizeBounds,
-    Updates,
-    largest_size,
-)
+from raytrain_opt.search.batch_size.strategy import ProbeRequest, SizeBounds, Updates, largest_size
 from raytrain_opt.search.factory import build_strategy
 from raytrain_opt.train.batch_size_probe import ProbedTraining, measure, open_probe_sampler
 

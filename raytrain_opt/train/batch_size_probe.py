@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from itertools import count, islice, product
+from itertools import count, product
 from statistics import fmean
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.batch_size import BatchSizeSection
-from raytrain_opt.data.base import Batch, no_op
+from raytrain_opt.data.base import Batch
 from raytrain_opt.errors import ResourcesError
 from raytrain_opt.models.factory import preserve_model
 from raytrain_opt.monitoring import (
@@ -37,8 +37,6 @@ from raytrain_opt.train.state import capture, restore
 from raytrain_opt.train.step_timer import STEP_PARTS, step_timer_for
 
 _MIB = 1024**2
-# A few evaluation steps are enough to allocate the memory that evaluation needs.
-_EVALUATION_STEPS = 3
 # Steps before timing starts, and the least number of timed steps.
 _WARMUP_STEPS, _TIMED_STEPS = 3, 5
 # With slow steps, this much training is enough, but two steps: a standard error needs two values.
@@ -64,8 +62,6 @@ class ProbedTraining:
     device: torch.device
     autocast: Callable[[], AbstractContextManager[object]]
     scaler: torch.amp.GradScaler
-    # Runs a few evaluation steps at a training batch size; only the final check calls it.
-    evaluate: Callable[[int], None] = lambda _: None
     clip_norm: float | None = None
 
 
@@ -76,15 +72,6 @@ def probed_training(learner: Learner) -> ProbedTraining:
         for epoch in count(1):
             yield from learner.data.train_batches(epoch, product(range(steps), range(1)), 1, size)
 
-    def evaluate(size: int) -> None:
-        learner.data.on_copy = no_op
-        batch_size = learner.config.eval_batch_size(size)
-        test_batches = learner.data.eval_batches("test", 0, 1, batch_size)
-        with torch.no_grad():
-            for batch in islice(test_batches, _EVALUATION_STEPS):
-                with learner.autocast():
-                    learner.task.validation_metrics(learner.model, batch.content)
-
     return ProbedTraining(
         learner.model,
         learner.optimizer,
@@ -93,7 +80,6 @@ def probed_training(learner: Learner) -> ProbedTraining:
         learner.device,
         learner.autocast,
         learner.scaler,
-        evaluate,
         learner.clip_norm,
     )
 
@@ -108,8 +94,7 @@ def measure(
 ) -> Probe:
     """Train at `batch_size` until the speed is known to `section.relative_error`, then undo it.
 
-    Running out of memory is a result, not an error. `steps_factor` multiplies the least number of
-    steps; above 1, also evaluates: the final check of a choice.
+    Running out of memory is a result, not an error. `steps_factor`: of the least number of steps.
     """
     try:
         with _preserve(training):
@@ -170,9 +155,6 @@ def _measure(
         while not _is_precise(loop.step_times_s(), len(utilization), section, steps_factor):
             loop.run(_TIMED_STEPS, _TIMED_S, min_steps=_MIN_STEPS)
     step_s, part_s = loop.step_times_s(), loop.timings_s().mean(axis=0)
-    if steps_factor > 1:
-        training.model.eval()
-        training.evaluate(batch_size)
     mean_s, error_s = mean_and_error(step_s)
     rate = batch_size / mean_s
     why = _missing_memory(training.device, section.memory_reserve)
@@ -193,8 +175,6 @@ def _measure(
 
 
 class _Loop:
-    """Training steps with a timer mark between their parts."""
-
     def __init__(self, training: ProbedTraining, batch_size: int) -> None:
         self._training = training
         self._timer = step_timer_for(training.device)

@@ -49,7 +49,6 @@ class Checkpoint:
 
     @property
     def point(self) -> tuple[int, int, int, int]:
-        """Its point in the run, as numbers."""
         return self.epoch, self.rounds, self.steps, self.candidates
 
     @property
@@ -59,7 +58,6 @@ class Checkpoint:
 
     @property
     def is_partial(self) -> bool:
-        """Whether it was saved within an epoch."""
         return any(self.point[1:])
 
     @property
@@ -97,7 +95,6 @@ class Checkpoints:
 
     @property
     def latest(self) -> Checkpoint | None:
-        """The newest checkpoint, or None."""
         return self.saved[-1] if self.saved else None
 
     def drop_damaged(self) -> list[str]:

@@ -108,10 +108,7 @@ class Parallel:
 
 
 class DataParallel(Parallel):
-    """DistributedDataParallel, which sends gradients in buckets during the backward pass.
-
-    All ranks of the process group make the same calls.
-    """
+    """DistributedDataParallel, which sends gradients in buckets during the backward pass."""
 
     distributed = True
     forward: DistributedDataParallel
@@ -132,8 +129,9 @@ class DataParallel(Parallel):
         while self._hooks:
             self._hooks.pop().remove()
         if search:
+            note = self._accumulated.add
             trained: list[Any] = [p for p in self._model.parameters() if p.requires_grad]
-            self._hooks = [p.register_post_accumulate_grad_hook(self._note) for p in trained]
+            self._hooks = [p.register_post_accumulate_grad_hook(note) for p in trained]
         count = len(micro_batches.indices)
         # A group of one has one share, also before there are as many micro-batches as workers.
         self._balance.share(max(count, dist.get_world_size()))
@@ -144,7 +142,8 @@ class DataParallel(Parallel):
 
     @contextmanager
     def accumulate(self, number: int) -> Iterator[None]:
-        self._last, self._accumulated = number == self.indices[-1], set()
+        self._last = number == self.indices[-1]
+        self._accumulated.clear()
         with (
             self.forward_pass(number),
             nullcontext() if self._last else self.forward.no_sync(),
@@ -152,9 +151,6 @@ class DataParallel(Parallel):
             yield
         if not self._last:
             self._take_gradients(number)
-
-    def _note(self, parameter: nn.Parameter) -> None:
-        self._accumulated.add(parameter)
 
     def finish_backward(self) -> None:
         if not self._last:
@@ -228,7 +224,6 @@ class DataParallel(Parallel):
         return self._sender.submit(send, result)
 
     def _complete_nodes(self, bucket: GradBucket, last: Tensor) -> list[Tensor]:
-        """Return this rank's nodes; `last` has the gradients of its last micro-batch."""
         nodes, parameters = list(self._gradients.nodes), bucket.parameters()
         for _ in range(additions_after(self.indices[-1], self.indices[0], self._count)):
             _add_to(_views(bucket, last), nodes.pop(), parameters)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from io import BytesIO
@@ -84,7 +84,9 @@ class Evaluator:
                 recorder.add(batch)
             if outputs is not None:
                 keep_outputs(outputs, values)
-            sums += self._sums(values)
+            columns = [values[name].double() for name in (*self.names, "loss")]
+            columns[-1] = columns[-1] ** 2
+            sums += torch.stack([column.sum() for column in columns])
             samples += batch.size
         *values_sums, loss_squares = sums.tolist()
         predictions = None if recorder is None else recorder.result(self.data)
@@ -97,10 +99,6 @@ class Evaluator:
             loss_squares=loss_squares,
             outputs=outputs,
         )
-
-    def _sums(self, values: Mapping[str, Tensor]) -> Tensor:
-        columns = [values[name].double() for name in self.names]
-        return torch.stack([column.sum() for column in [*columns, values["loss"].double() ** 2]])
 
 
 def add_ranks(task: Task, part: EvalTotals, device: torch.device) -> EvalTotals:
@@ -163,7 +161,6 @@ class PredictionRecorder(nn.Module):
         return output
 
     def add(self, batch: Batch) -> None:
-        """Remember the predictions of the batch that was the last input."""
         confidences, classes = self._output.float().softmax(dim=1).max(dim=1)
         self._batches.append((batch.y, classes, confidences))
         # Of a correct prediction -1, so that it comes after every mistake.

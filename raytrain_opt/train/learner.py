@@ -32,14 +32,7 @@ from raytrain_opt.optim.update import (
     update_weights,
 )
 from raytrain_opt.random_state import find_generators, seed_all, seeded
-from raytrain_opt.results import (
-    NO_STEPS,
-    BufferUpdates,
-    EvalTotals,
-    Split,
-    Steps,
-    TrainTotals,
-)
+from raytrain_opt.results import NO_STEPS, EvalTotals, Split, Steps, TrainTotals
 from raytrain_opt.train import batch_norm
 from raytrain_opt.train.data_parallel import Parallel
 from raytrain_opt.train.evaluation import Evaluator, add_ranks
@@ -113,11 +106,9 @@ class Learner:
 
     @property
     def info(self) -> DataInfo:
-        """Sizes of the data set."""
         return self.data.info
 
     def state(self, *, copy: bool) -> TrainingState:
-        """Capture the current state; see `train.state.capture`."""
         return capture(
             self.model,
             self.optimizer,
@@ -127,12 +118,10 @@ class Learner:
         )
 
     def load(self, state: TrainingState) -> None:
-        """Copy a state into the model, its optimizer and the scaler."""
         self._use_optimizer(state.optimizer_index)
         restore(state, self.model, self.optimizer, self.scaler)
 
     def _use_optimizer(self, index: int) -> None:
-        """Let another optimizer of the job continue, without a memory of earlier steps."""
         if index != self._optimizer_index:
             averaging.use_training_weights(self.optimizer)
             self._build_optimizer(index)
@@ -161,7 +150,6 @@ class Learner:
         *,
         search: bool = False,
     ) -> TrainTotals:
-        """Train steps of `epoch`; see `begin`."""
         self.begin(epoch, steps, micro_batches, search=search)
         self.advance(len(steps.lrs), on_step)
         return self.end()
@@ -223,7 +211,8 @@ class Learner:
     def _train_step(self, step: int, batches: Iterator[Batch]) -> None:
         phase, parallel = self._phase, self.parallel
         self.optimizer.zero_grad(set_to_none=True)
-        phase.begin_step(self.device)
+        count = phase.micro_batches.count
+        phase.losses.append(torch.zeros(count, device=self.device, dtype=torch.float64))
         for index in parallel.indices:
             requested_s = monotonic_s()
             batch = next(batches)
@@ -245,18 +234,15 @@ class Learner:
         return failed_steps(self._phase, self.model, repair)
 
     def _seed(self, text: str) -> None:
-        """Seed all random numbers of the next pass or update."""
         seed_all(f"{self.config.seed} {text}", self.device, self._generators)
 
     @property
     def position(self) -> str:
-        """How far the latest phase is, for messages."""
         steps = self._steps.first + self._phase.steps
         return f"after {steps} steps of epoch {self._phase.epoch}"
 
     @property
     def failure(self) -> Exception | None:
-        """The first exception of the latest phase that made it fail (`train.phase`)."""
         return self._phase.failure
 
     def begin_micro_batches(self, epoch: int, count: int, held_out: int = 0) -> None:
@@ -280,10 +266,6 @@ class Learner:
         step, micro_batch = index
         self._seed(f"{self._phase.epoch} {step} {micro_batch}")
         return self._accumulate(batch, 1.0).item()
-
-    def buffers(self, batches: int) -> BufferUpdates:
-        """Return the model's buffers after `batches` micro-batches of the current phase."""
-        return batch_norm.collect_buffers(self.model, batches)
 
     def _begin_phase(
         self, epoch: int, micro_batches: MicroBatches, *, search: bool = False, held_out: int = 0
@@ -316,7 +298,9 @@ class Learner:
 
         `on_step` is called before each batch with the numbers of completed and of all batches.
         """
-        totals = self._evaluator.evaluate(split, rank, world_size, self.eval_batch_size, on_step)
+        totals = self._evaluator.evaluate(
+            split, rank, world_size, self.config.eval_batch_size, on_step
+        )
         return replace(totals, failure=describe(self._phase.failure))
 
     def add_ranks(self, part: EvalTotals) -> EvalTotals:
@@ -368,15 +352,9 @@ class Learner:
             torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """End the loader processes."""
         self.data.close()
 
     def autocast(self) -> torch.autocast:
         """Return a context that runs a forward pass in the configured precision."""
         dtype = self._autocast_dtype
         return torch.autocast(self.device.type, dtype, enabled=dtype is not None)
-
-    @property
-    def eval_batch_size(self) -> int:
-        """Samples in one forward pass without gradients."""
-        return self.config.eval_batch_size(self.config.batch_size_per_worker)

@@ -27,17 +27,13 @@ _SMOOTHING = 0.5
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """The micro-batches of each global batch that are computed: `indices` of `count`.
-
-    By one process, or by all workers together. An update follows the mean of their gradients.
-    """
+    """The micro-batches, `indices` of `count`, of each global batch that are computed together."""
 
     indices: range
     count: int
 
     @classmethod
     def all(cls, count: int) -> MicroBatches:
-        """Return all of `count` micro-batches."""
         return cls(range(count), count)
 
     def split(self, factor: int) -> MicroBatches:
@@ -88,7 +84,6 @@ class LoadBalance:
         self.shares = best
 
     def begin_measurement(self) -> None:
-        """Drop what was measured."""
         self._updates = self._computed = 0
         self._timer.reset()
         self._timer.mark()

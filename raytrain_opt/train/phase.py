@@ -47,7 +47,7 @@ class Phase:
     micro_batches: MicroBatches
     search: bool
     held_out: int
-    losses: list[Tensor] = field(default_factory=list)  # see `take_totals`; one for each step
+    losses: list[Tensor] = field(default_factory=list)  # of each step: [micro-batches], float64
     steps: int = 0
     samples: int = 0
     skipped: int = 0
@@ -55,11 +55,6 @@ class Phase:
     started_s: float = field(default_factory=monotonic_s)
     in_backward: bool = False
     failure: Exception | None = None  # the first that a pass or an update raised (`failed_steps`)
-
-    def begin_step(self, device: torch.device) -> None:
-        """Make room for the losses of a step's micro-batches: [count], float64, 0."""
-        count = self.micro_batches.count
-        self.losses.append(torch.zeros(count, device=device, dtype=torch.float64))
 
     def take_totals(self) -> TrainTotals:
         """Return the sums over all processes, and begin new ones; this waits for the device.
@@ -104,7 +99,6 @@ def describe(error: Exception | None) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that GPU or CPU memory ran out."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(

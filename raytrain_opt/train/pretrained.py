@@ -36,12 +36,10 @@ def read_pretrained(section: ModelSection) -> dict[str, Tensor]:
     weights = str(section.weights)
     try:
         path = None if is_remote(weights) else local_path(weights)
-        # Of the file of a checkpoint, the digest may be known.
-        if path is not None and path.is_file() and path.resolve().name != WEIGHTS:
-            return _read_file(path)
-        for name in _FOLDER_FILES:
-            if path is not None and (path / name).is_file():
-                return _read_file(path / name)
+        for file in () if path is None else (path, *(path / name for name in _FOLDER_FILES)):
+            # Of the file of a checkpoint, the digest may be known.
+            if file.is_file() and file.resolve().name != WEIGHTS:
+                return _read_file(file)
         return read_weights(find_weights(weights, _PATH).folder)
     except CheckpointError as error:
         raise JobError([Problem(_PATH, str(error), repr(weights))]) from error

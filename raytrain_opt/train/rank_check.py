@@ -18,10 +18,9 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Elements that are summed at a time: they need 16 bytes each.
 _CHUNK = 2**18
 _HINT = (
-    "only gradients are exchanged, so all else that changes weights must do it alike on each "
-    "worker. Usual causes: nn.Embedding(max_norm=...), code in the network, the loss or the "
-    "optimizer that writes weights or depends on the rank, random numbers that cannot be seeded. "
-    "Remove the cause, or train with workers.count: 1"
+    "only gradients are exchanged. Usual causes: nn.Embedding(max_norm=...), code in the network, "
+    "the loss or the optimizer that writes weights or depends on the rank, random numbers that "
+    "cannot be seeded. Remove the cause, or train with workers.count: 1"
 )
 
 

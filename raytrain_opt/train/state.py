@@ -16,12 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import (
-    keystr,
-    tree_leaves_with_path,
-    tree_map_only,
-    tree_map_with_path,
-)
+from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map_only, tree_map_with_path
 
 
 @dataclass(frozen=True)
@@ -78,11 +73,6 @@ class TrainingState:
     param_groups: list[dict[str, Any]] = field(default_factory=list)
     scaler: dict[str, Any] = field(default_factory=dict)
     optimizer_index: int = 0  # among the optimizers of the job
-
-    @property
-    def nbytes(self) -> int:
-        """The size of all tensors in bytes."""
-        return sum(tensor.data.nbytes for tensor in self.tensors.values())
 
     def first_not_finite(self) -> str | None:
         """Return the name of a tensor with NaN or, where training computed it, infinity, or None.

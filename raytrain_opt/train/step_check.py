@@ -20,13 +20,7 @@ from raytrain_opt.models.factory import check_output, preserve_model
 from raytrain_opt.optim.update import set_lr
 from raytrain_opt.random_state import find_generators, seed_all
 from raytrain_opt.train.state import capture, restore
-from raytrain_opt.train.task import (
-    Classification,
-    Task,
-    evaluate_once,
-    explained,
-    require_scalar,
-)
+from raytrain_opt.train.task import Classification, Task, evaluate_once, explained, require_scalar
 
 # The same operations on a CPU give the same bits, unless memory is aligned in another way.
 _RTOL, _ATOL = 1e-4, 1e-7
@@ -119,7 +113,6 @@ def _step(task: Task, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def _parameters_of(loss: Tensor) -> Iterator[nn.Parameter]:
-    """Yield the parameters that a loss depends on."""
     nodes = [loss.grad_fn] if loss.grad_fn is not None else []
     seen = set(nodes)
     for node in nodes:  # which grows

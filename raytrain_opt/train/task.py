@@ -1,8 +1,7 @@
 """What a training minimizes and measures: classification, or a task of the user's own.
 
-A task is a class with two methods and, for the metric that decides which weights are better, the
-attributes `metric` (default: loss) and `higher_is_better`. With a third method, `aggregate`, it
-computes metrics of a whole set, such as F1, which are no means over samples. See docs/tasks.md.
+A task has two methods, the attributes `metric` and `higher_is_better` and perhaps `aggregate`, for
+metrics of a whole set: see docs/tasks.md.
 """
 
 from __future__ import annotations
@@ -164,7 +163,6 @@ def aggregates(task: Task) -> bool:
 
 
 def keep_outputs(outputs: dict[str, list[Any]], values: Mapping[str, Any]) -> None:
-    """Append the outputs of a batch, on the CPU."""
     for name, value in values.items():
         outputs.setdefault(name, []).append(tree_map(on_cpu, value))
 
@@ -313,7 +311,6 @@ def on_cpu(leaf: Any) -> Any:
 
 
 def require_scalar(loss: object) -> None:
-    """Raise DataError unless a task's loss is a tensor without dimensions."""
     if not isinstance(loss, torch.Tensor) or loss.dim():
         rule = "must return the mean over the batch, a tensor without dimensions"
         raise DataError("task", f"training_loss {rule}, not {_described(loss)}")
@@ -343,7 +340,6 @@ def _described(value: object) -> str:
 
 
 def check_loss(section: LossSection) -> list[Problem]:
-    """Return the problems of the name, without calling the function."""
     if section.name == _CROSS_ENTROPY:
         return []
     return _check_name(section.name, "loss.name", _CROSS_ENTROPY, "package.module:function")

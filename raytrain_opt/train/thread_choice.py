@@ -32,10 +32,7 @@ _GAIN = 0.05
 def time_threads(
     task: Task, model: nn.Module, samples: Batch, precision: Precision, batch_size: int, most: int
 ) -> int:
-    """Return the number of threads, at most `most`, to train with on the CPU.
-
-    Times steps of `samples` repeated to a batch. Model and task are preserved.
-    """
+    """Return the threads to train with, at most `most`; times steps of `samples`, repeated."""
     cpu, rows = torch.device("cpu"), torch.arange(batch_size) % samples.size
     x, y = map_leaves(lambda leaf: None if leaf is None else leaf[rows], (samples.x, samples.y))
     content = replace(samples, x=x, y=y).content

@@ -148,7 +148,6 @@ class TrainedModel(ModelDescription):
         return output.float().softmax(dim=1).cpu()
 
     def _image(self, sample: Any) -> Any:
-        """Return an image as uint8 [height, width, channels]."""
         from raytrain_opt.data.images import center_crop, read_image_file, stretch
 
         if isinstance(sample, Image.Image):

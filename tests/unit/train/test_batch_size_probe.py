@@ -214,11 +214,8 @@ def test_utilization_is_sampled_as_long_as_the_strategy_needs() -> None:
     assert probe.utilization_pct > probe.utilization_mean_pct
 
 
-def test_the_check_takes_more_steps_and_evaluates() -> None:
-    evaluated: list[int] = []
-    training = probed(evaluate=evaluated.append)
-    assert measure(training, 8, SECTION, sampler(), steps_factor=3).steps >= 3 * 5
-    assert evaluated == [8]
+def test_the_check_takes_more_steps() -> None:
+    assert measure(probed(), 8, SECTION, sampler(), steps_factor=3).steps >= 3 * 5
 
 
 def test_the_error_of_few_steps_is_between_the_prior_and_their_own_and_of_many_their_own() -> None:
