@@ -4,13 +4,10 @@ Source: Yamada et al. (Kobe University), adaptive learning rate by short-term pr
 in data-parallel deep learning, algorithm 1, tables 1 to 4. Where the paper leaves a case open, a
 comment says what this implementation does.
 
-| paper        | here                                                              |
-|--------------|-------------------------------------------------------------------|
-| m            | number of candidates                                              |
-| alpha, beta  | `alpha_steps`, `steps - alpha_steps`                              |
-| LR candidate | multiplier; effective LR = base LR x multiplier                   |
-| best LR      | `Decision.winner.candidate.lr`; the next epoch's base LR          |
-| Mix          | warm-up, then narrow, middle, wide at scaled epoch boundaries     |
+    m, alpha, beta   candidates, `alpha_steps`, `steps - alpha_steps`
+    LR candidate     multiplier; effective LR = base LR x multiplier
+    best LR          `Decision.winner.candidate.lr`; the next epoch's base LR
+    Mix              warm-up, then narrow, middle, wide at scaled epoch boundaries
 """
 
 from __future__ import annotations
@@ -37,8 +34,8 @@ from raytrain_opt.search.policy import (
 
 # How often a round is repeated at half the rate if all its candidates diverge.
 _MAX_HALVINGS = 5
-# Table 4 of the paper, for 40 epochs: last epoch of the warm-up, of narrow and of middle.
-_MIX_EPOCHS, _MIX_WARMUP, _MIX_NARROW, _MIX_MIDDLE = 40, 4, 19, 29
+# Table 4 of the paper, for 40 epochs: last epoch of the warm-up, and of narrow and middle.
+_MIX_EPOCHS, _MIX_WARMUP, _MIX_ENDS = 40, 4, (19, 29)
 
 
 @dataclass(frozen=True)
@@ -78,17 +75,12 @@ class Stpt(Policy):
     def multipliers(self, epoch: int) -> tuple[float, ...]:
         """Return the multipliers of `epoch`, counted from 1."""
         own = self.section.candidates
-        return tuple(own) if isinstance(own, list) else LR_SETS[self._set_name(epoch)]
-
-    def _set_name(self, epoch: int) -> str:
-        name = str(self.section.candidates)
-        if name != "mix":
-            return name
-        if epoch <= round(_MIX_NARROW * self.epochs / _MIX_EPOCHS):
-            return "narrow"
-        if epoch <= round(_MIX_MIDDLE * self.epochs / _MIX_EPOCHS):
-            return "middle"
-        return "wide"
+        if isinstance(own, list):
+            return tuple(own)
+        if own != "mix":
+            return LR_SETS[own]
+        ends = (round(last * self.epochs / _MIX_EPOCHS) for last in _MIX_ENDS)
+        return LR_SETS[("narrow", "middle", "wide")[sum(epoch > end for end in ends)]]
 
     def next(self, epoch: int, history: History) -> TryCandidates | TrainEpoch:
         """Begin epochs after the warm-up with a round. Raises DivergedError after all halvings."""
@@ -108,14 +100,9 @@ class Stpt(Policy):
         )
         alpha = self.alpha_steps(epoch)
         reason = f"pre-train {len(candidates)} candidates for {alpha} iterations"
+        shape = (1.0,) * alpha
         return TryCandidates(
-            epoch,
-            base_lr,
-            reason,
-            candidates,
-            (1.0,) * alpha,
-            score="val_metric",
-            keeps_winner=True,
+            epoch, base_lr, reason, candidates, shape, "val_metric", keeps_winner=True
         )
 
     def _train_without_search(self, epoch: int) -> TrainEpoch:
@@ -155,7 +142,7 @@ class Stpt(Policy):
             reason = f"all {len(results)} candidates diverged: base rate halved"
             lr, tried = action.base_lr, tuple(results)
             return Decision(action.epoch, lr, scores, None, lr / 2, reason, tried=tried)
-        winner, tied = action.ranked(results)[0], scores.count(max(scores))
+        winner, tied = action.best(results), scores.count(max(scores))
         reason = f"best validation {winner.metric.name} of {len(results)}"
         if tied > 1:
             reason += f"; {tied} tied, multiplier closest to 1.0 taken"
