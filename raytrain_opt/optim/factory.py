@@ -26,7 +26,8 @@ from raytrain_opt.config.load import resolve_function
 from raytrain_opt.config.section import is_function_name
 from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.errors import JobError, Problem, listed
-from raytrain_opt.optim.large_batch import LARS, RMSpropWarmup, has_fused_kernels
+from raytrain_opt.optim.batched import has_fused_kernels
+from raytrain_opt.optim.large_batch import LARS, RMSpropWarmup
 from raytrain_opt.optim.muon import Muon
 from raytrain_opt.optim.update import set_lr
 

@@ -33,9 +33,8 @@ import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 
-from raytrain_opt.errors import DivergedError
 from raytrain_opt.search.peak_search import TOLERANCE, PeakChoice, PeakRequest, PeakSearch
-from raytrain_opt.search.policy import CandidateResult, shown_failure
+from raytrain_opt.search.policy import CandidateResult, all_diverged
 
 _ERRORS, _LEAST_FALL = 3.0, 0.01
 # Optimizers that get a fine stage, the first of the list among them.
@@ -77,12 +76,7 @@ class OptimizerRace:
                 finalists.append(search)
         if not finalists:
             tried = [result for search in self.searches for result in search.tried]
-            rates = ", ".join(f"{lr:.3g}" for lr in sorted({r.candidate.lr for r in tried}))
-            raise DivergedError(
-                "epoch 1: the loss of every candidate was not finite, at each of these peak "
-                f"learning rates: {rates}. Likely causes: data or a loss that is not finite, or a "
-                f"learning_rate.initial far too large.{shown_failure(tried)}"
-            )
+            raise all_diverged(1, sorted({result.candidate.lr for result in tried}), tried)
         untrained = max(search.untrained_loss for search in (*finalists, *left))
         return self._choose(finalists, untrained)
 

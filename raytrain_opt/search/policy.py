@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol
 
+from raytrain_opt.errors import DivergedError
 from raytrain_opt.optim.epoch_steps import EpochSpan
 from raytrain_opt.results import EvalTotals, Metric, Steps, TrainTotals
 
@@ -232,10 +233,17 @@ class Policy(Protocol):
         raise ValueError(f"epoch {action.epoch}: this policy has no candidates")
 
 
-def shown_failure(results: Iterable[CandidateResult]) -> str:
-    """Return a sentence with the last exception of these candidates; empty if none raised."""
-    failures = [result.failure for result in results if result.failure]
-    return f" The last exception: {failures[-1]}" if failures else ""
+def all_diverged(
+    epoch: int, rates: Iterable[float], tried: Iterable[CandidateResult]
+) -> DivergedError:
+    """Return the error of an epoch none of whose candidates had a finite loss."""
+    failures = [result.failure for result in tried if result.failure]
+    failure = f" The last exception: {failures[-1]}" if failures else ""
+    return DivergedError(
+        f"epoch {epoch}: the loss of every candidate was not finite, at each of these learning "
+        f"rates: {', '.join(f'{lr:.3g}' for lr in rates)}. Likely causes: data or a loss that is "
+        f"not finite, or a learning_rate.initial far too large.{failure}"
+    )
 
 
 def is_finite(*values: float) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raytrain_opt.config.learning_rate import LR_SETS, StptPolicy, Warmup
-from raytrain_opt.errors import DivergedError, JobError, Problem
+from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.optim.epoch_steps import EpochSteps
 from raytrain_opt.optim.schedules import warmup_lr
 from raytrain_opt.results import Steps
@@ -28,8 +28,8 @@ from raytrain_opt.search.policy import (
     Policy,
     TrainEpoch,
     TryCandidates,
+    all_diverged,
     is_finite,
-    shown_failure,
 )
 
 # How often a round is repeated at half the rate if all its candidates diverge.
@@ -121,13 +121,8 @@ class Stpt(Policy):
     def _raise_if_all_diverged(self, epoch: int, history: History) -> None:
         failed = [decision for decision in history.rounds_of(epoch) if decision.winner is None]
         if len(failed) > _MAX_HALVINGS:
-            base_lrs = ", ".join(f"{decision.base_lr:.4g}" for decision in failed)
-            raise DivergedError(
-                f"epoch {epoch}: the loss of every candidate was not finite at each of these "
-                f"base learning rates: {base_lrs} (times the multipliers). Likely causes: data or "
-                "a loss that is not finite, or a learning_rate.initial far too large."
-                f"{shown_failure(result for d in failed for result in d.tried)}"
-            )
+            tried = [result for decision in failed for result in decision.tried]
+            raise all_diverged(epoch, (decision.base_lr for decision in failed), tried)
 
     def decide(
         self, action: TryCandidates, results: Sequence[CandidateResult], history: History
