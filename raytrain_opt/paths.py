@@ -53,8 +53,6 @@ class FoundRun(NamedTuple):
 class RunPaths:
     """The files of one run below `local`; `remote` is the URI of its copy, if any.
 
-    Files of JSON lines have a line per round, epoch, failure or recovery (`events`), probe
-    (`batch_sizes`), and epoch with its learning rates (`schedule`).
     `job` has all defaults filled in; `index.json` of `checkpoints` names the complete ones.
     """
 
@@ -65,11 +63,6 @@ class RunPaths:
         self.remote = remote
         self.job, self.result = local / "job.yaml", local / "result.json"
         self.ending = local / ENDING
-        self.rounds, self.epochs = local / "rounds.jsonl", local / "epochs.jsonl"
-        self.schedule, self.events = local / "schedule.jsonl", local / "events.jsonl"
-        self.timeline = local / "timeline.jsonl"
-        self.batch_sizes, self.batch_size = local / "batch_size.jsonl", local / "batch_size.json"
-        self.predictions = local / "predictions.json"
         self.tensorboard, self.checkpoints = local / "tensorboard", local / "checkpoints"
         self._copy = None if remote is None else RunCopy(remote, local)
         self._folder = folder
@@ -146,24 +139,19 @@ class RunPaths:
         if self._copy is not None:
             self._copy.begin()
 
-    def publish(self) -> str | None:
+    def publish(self) -> None:
         """Copy new and changed files to the remote storage, and remove deleted ones there.
 
         The index of checkpoints and the result are copied last. Does nothing for a local run.
-        Returns a note for the user. Raises StorageError, and TakenOverError if another process has
-        resumed the run.
+        Raises StorageError, and TakenOverError if another process has resumed the run.
         """
-        if self._copy is None:
-            return None
         try:
-            note = self._copy.publish()
+            if self._copy is not None:
+                self._copy.publish()
         except StorageError:
             if self._folder is not None:  # it has what the storage has not
                 self._folder.keep()
             raise
-        if self._folder is not None:
-            self._folder.own()
-        return note
 
     @property
     def is_published(self) -> bool:
@@ -179,8 +167,7 @@ class RunPaths:
 
         Raises StorageError.
         """
-        records = (self.rounds, self.epochs, self.schedule, self.events, self.timeline)
-        for path in (*filter(Path.exists, records), self.local, self.local.parent):
+        for path in (*self.local.glob("*.jsonl"), self.local, self.local.parent):
             try:
                 sync(path)
             except OSError as error:

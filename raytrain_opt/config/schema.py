@@ -289,7 +289,7 @@ class Job(Section):
     learning_rate: LearningRateSection = Field(
         default_factory=lambda: HorizonPolicy(policy="stpt_horizon"), validate_default=True
     )
-    """How the learning rate is chosen."""
+    """How the learning rate is chosen; without `policy` by stpt_horizon."""
     batch_size_search: BatchSizeSection | None = None
     """Choose the batch size by probes before the training, and change global_batch_size and
     learning_rate.initial accordingly; without `strategy` by throughput_knee. Default: no

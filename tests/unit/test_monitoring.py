@@ -1,4 +1,4 @@
-"""The CPU sampler, the choice of a sampler, and the thread that samples."""
+"""The samplers of a CPU and of a GPU, and the thread that samples."""
 
 # ruff: noqa: N802 - the fake has pynvml's names
 
@@ -14,13 +14,11 @@ from typing import Any
 import pytest
 
 from raytrain_opt import monitoring
-from raytrain_opt.config.batch_size import UtilizationSection
-from raytrain_opt.errors import JobError, ResourcesError
+from raytrain_opt.errors import ResourcesError
 from raytrain_opt.monitoring import (
     CpuSampler,
-    NvmlSampler,
     gpu_names,
-    open_sampler,
+    gpu_sampler,
     top_half_mean,
     watch_utilization,
 )
@@ -28,10 +26,6 @@ from tests.support.scripted_sampler import ScriptedSampler
 
 LONG_S = 60.0
 SHORT_S = 0.001
-
-
-def section(sampler: Any) -> UtilizationSection:
-    return UtilizationSection(sampler=sampler)
 
 
 class Counting(ScriptedSampler):
@@ -46,31 +40,6 @@ class Counting(ScriptedSampler):
         if self.left <= 0:
             self.reached.set()
         return super().__call__()
-
-
-# Which sampler a job gets.
-
-
-@pytest.mark.parametrize(("sampler", "uuid"), [("auto", None), ("cpu", None), ("cpu", "GPU-1")])
-def test_the_cpu_is_watched_where_there_is_no_gpu_or_the_job_says_so(
-    sampler: str, uuid: str | None
-) -> None:
-    assert isinstance(open_sampler(section(sampler), threads=1, gpu_uuid=uuid), CpuSampler)
-
-
-@pytest.mark.parametrize("sampler", ["auto", "nvml"])
-def test_a_gpu_is_watched_by_nvml(sampler: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monitoring, "NvmlSampler", lambda uuid: uuid)
-    assert open_sampler(section(sampler), threads=1, gpu_uuid="GPU-1") == "GPU-1"
-
-
-def test_nvml_without_a_gpu_is_an_error_of_the_job() -> None:
-    with pytest.raises(JobError) as caught:
-        open_sampler(section("nvml"), threads=1)
-    (problem,) = caught.value.problems
-    assert problem.path == "batch_size_search.utilization.sampler"
-    assert "cpu or auto" in problem.rule
-    assert problem.value == "'nvml'"
 
 
 # The CPU sampler.
@@ -187,7 +156,7 @@ def test_an_error_of_the_block_is_not_hidden() -> None:
 
 # NVML, against a fake of `pynvml`.
 
-CPU_INSTEAD = "batch_size_search.utilization.sampler: cpu"
+INSTEAD = "throughput_knee needs no utilization"
 H100 = "NVIDIA H100"
 A, B, C = (
     "GPU-aaaa1111-0000-0000-0000-000000000000",
@@ -269,35 +238,33 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Machine:
 @pytest.mark.parametrize("uuid", [C, C.removeprefix("GPU-")])
 def test_a_gpu_is_found_by_its_uuid(gpus: Machine, uuid: str) -> None:
     gpus(FakeGpu(A, busy=5), FakeGpu(B), FakeGpu(C, busy=12))
-    sampler = NvmlSampler(uuid)
-    assert (sampler.uuid, sampler()) == (C, 12.0)
+    sampler = gpu_sampler(uuid)
+    assert sampler() == 12.0
 
 
 @pytest.mark.parametrize(
-    ("gpu", "words"),
-    [(FakeGpu(B), f"open {A}"), (FakeGpu(A, reports=False), f"utilization of {A}")],
+    "gpu",
+    [FakeGpu(B), FakeGpu(A, reports=False)],
     ids=["unknown", "does not report"],
 )
-def test_a_gpu_that_nvml_cannot_watch_is_refused_at_once(
-    gpus: Machine, gpu: FakeGpu, words: str
-) -> None:
+def test_a_gpu_that_nvml_cannot_watch_is_refused_at_once(gpus: Machine, gpu: FakeGpu) -> None:
     """A MIG instance has a UUID of its own, which torch writes like that of a GPU."""
     gpus(gpu)
-    with pytest.raises(ResourcesError, match=f"{words}.*MIG instance.*{CPU_INSTEAD}"):
-        NvmlSampler(A)
+    with pytest.raises(ResourcesError, match=f"watch {A}.*MIG instance.*{INSTEAD}"):
+        gpu_sampler(A)
 
 
 def test_without_a_driver_the_message_is_clear(gpus: Machine) -> None:
     gpus(driver=False)
-    with pytest.raises(ResourcesError, match=f"NVIDIA driver.*{CPU_INSTEAD}"):
-        NvmlSampler(A)
+    with pytest.raises(ResourcesError, match=f"NVIDIA driver.*{INSTEAD}"):
+        gpu_sampler(A)
 
 
 def test_an_error_on_the_way_is_explained(gpus: Machine) -> None:
     nvml = gpus(FakeGpu(A))
-    sampler = NvmlSampler(A)
+    sampler = gpu_sampler(A)
     nvml.lost = True
-    with pytest.raises(ResourcesError, match=f"utilization of {A}: GPU is lost"):
+    with pytest.raises(ResourcesError, match=f"watch {A}: GPU is lost"):
         sampler()
 
 
