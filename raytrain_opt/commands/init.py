@@ -148,7 +148,7 @@ def _read_tables(folder: Path, label_column: str | None, notes: list[str]) -> li
     others, and more. Raises DataError: none does, one is damaged, or its columns are not clear.
     """
     images, left_out, tables = dict[str, str](), Counter[str](), list[list[Row]]()
-    paths = [os.path.relpath(path, folder) for path, _ in image_paths(folder, left_out)]
+    paths = [os.path.relpath(path, folder) for path in image_paths(folder, left_out)]
     for path in paths:
         name = os.path.basename(path)
         for key in {name, os.path.splitext(name)[0]}:
@@ -228,7 +228,7 @@ def _class_folders(folder: Path, train: str, notes: list[str]) -> list[Row]:
     classes = class_folders(root, left_out)
     inner = Counter(classes)  # folders by name
     for name in classes:
-        paths = [os.path.relpath(path, folder) for path, _ in image_paths(root / name, left_out)]
+        paths = [os.path.relpath(path, folder) for path in image_paths(root / name, left_out)]
         notes += [] if paths else [f"{name}/ has no image and is not a class"]
         rows += [(path, name.strip(), "") for path in paths]
         inner.update(class_folders(root / name, Counter()))
