@@ -133,8 +133,7 @@ class Checkpoints:
     ) -> Checkpoint:
         """Write a checkpoint, add it to the index, then remove checkpoints no longer kept.
 
-        `progress`: numbers, text, lists and dicts that a resume needs besides the state. Raises
-        StorageError; earlier checkpoints stay.
+        `progress`: numbers, text, lists and dicts that a resume needs. Raises StorageError.
         """
         folder = _folder_name(epoch, rounds, steps, candidates)
         sha256 = write_checkpoint(self.folder / folder, state, progress, self.metadata)

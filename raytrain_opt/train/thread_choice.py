@@ -54,10 +54,7 @@ def time_threads(
 
 def fewest_fast_threads(step: Callable[[], None], most: int) -> int:
     """Return the fewest threads, of `most`, its half and so on, that are about as fast as any."""
-    numbers = [most]
-    while numbers[-1] > 1:
-        numbers.append(numbers[-1] // 2)
-    times_s: dict[int, list[float]] = {threads: [] for threads in numbers}
+    times_s: dict[int, list[float]] = {most >> i: [] for i in range(most.bit_length())}
     before, end_s = torch.get_num_threads(), monotonic_s() + _LIMIT_S
     try:
         for _ in range(_ROUNDS):
