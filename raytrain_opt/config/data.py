@@ -95,7 +95,7 @@ class _DataSection(NamedSection):
     """Fraction of the training set held out to score candidates (the validation split), at most
     5,000 samples: during the whole training, or with policy stpt_horizon during the search and,
     with `weight_decay: auto`, half of the training. Default: 0.1, or 0 with policies without
-    candidates that do not follow it (`learning_rate.plateau_on`)."""
+    candidates that do not follow it (shape plateau)."""
     sampler: NameOrFunction = "random"
     """Samples of an epoch. random: each once. balanced: equally many of each class, so those of
     small classes come several times, some of large classes in later epochs. Or
@@ -198,12 +198,6 @@ class ImageFolderData(LoaderSection):
             return
         for split in ("train_split", "test_split"):
             yield f"data.{split}", f"{self.root}/{getattr(self, split)}"
-
-    def broken_rules(self) -> Iterator[BrokenRule]:
-        """Refuse folders of splits beside a file that names the split of each image."""
-        yield from super().broken_rules()
-        if self.labels is not None and (self.train_split, self.test_split) != ("train", "val"):
-            yield "labels", "has a column split; remove train_split and test_split"
 
 
 class ShardsData(LoaderSection):

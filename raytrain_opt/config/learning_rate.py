@@ -210,24 +210,19 @@ class SchedulePolicy(_Policy):
     initial: PositiveFloat = 0.1
     """Rate after the warm-up, the peak of the schedule."""
     scaling: Scaling | None = Field(None, description=_SCALING)
-    shape: Literal[
-        "constant", "multistep", "plateau", "linear", "polynomial", "cosine", "arc_cotangent"
-    ] = "cosine"
+    shape: Literal["constant", "multistep", "plateau", "linear", "cosine", "arc_cotangent"] = (
+        "cosine"
+    )
     """How the rate falls after the warm-up."""
     final: NonNegativeFloat = 0.0
-    """Rate at the end (linear, polynomial, cosine)."""
+    """Rate at the end (linear, cosine)."""
     gamma: PositiveFloat = 0.1
     """Factor of the rate at each step (multistep, plateau)."""
     milestones: list[PositiveInt] = Field(default_factory=list)
     """Epochs after which the rate is multiplied (multistep)."""
     patience: PositiveInt = 4
-    """The rate drops after more epochs in a row than this without a new best value of `plateau_on`
-    (plateau)."""
-    plateau_on: Literal["train_loss", "val_metric"] = "train_loss"
-    """train_loss: the mean training loss of an epoch; val_metric: the task's metric, such as
-    accuracy, on the validation split, which is then held out (plateau)."""
-    power: PositiveFloat = 2.0
-    """Exponent (polynomial)."""
+    """The rate drops after more epochs in a row than this without a new best value of the task's
+    metric, such as accuracy, on the validation split, which is then held out (plateau)."""
     half_epoch: PositiveFloat | None = None
     """Epoch, from the start of training, at which the rate is half of `initial` (arc_cotangent).
     Default: the middle of the epochs after the warm-up."""
@@ -238,11 +233,11 @@ class SchedulePolicy(_Policy):
 
     @property
     def follows_metric(self) -> bool:
-        return self.plateau_on == "val_metric"
+        return self.shape == "plateau"
 
     @property
     def decays(self) -> bool:
-        return self.shape in ("linear", "polynomial", "cosine")
+        return self.shape in ("linear", "cosine")
 
     @property
     def can_be_constant(self) -> bool:
@@ -256,8 +251,6 @@ class SchedulePolicy(_Policy):
             yield "milestones", "must increase"
         if self.half_epoch is not None and self.half_epoch <= self.warmup.epochs:
             yield "half_epoch", f"is within the warm-up of {self.warmup.epochs} epochs"
-        if self.plateau_on == "val_metric" and self.shape != "plateau":
-            yield "plateau_on", "is for shape plateau only"
 
 
 class ReplayPolicy(_Policy):

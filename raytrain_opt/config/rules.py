@@ -53,7 +53,7 @@ def _length_rules(job: Job) -> Iterator[BrokenRule]:
     if epochs and job.train_for:
         yield "train_for", "is given in place of epochs; remove one of the two"
     if job.train_for and not job.learning_rate.fits_any_length:
-        shapes = "schedule of shape constant, linear, polynomial or cosine"
+        shapes = "schedule of shape constant, linear or cosine"
         yield "train_for", f"needs policy stpt_horizon, or {shapes}"
     if job.train_for and ramp:
         yield "batch_ramp", "needs a number of epochs, and the job gives train_for"

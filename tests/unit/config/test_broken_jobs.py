@@ -114,11 +114,6 @@ BROKEN = [
         "loss.label_smoothing",
         "applies to cross_entropy only",
     ),
-    (
-        "data: {name: image_folder, root: x, labels: a.csv, test_split: test}",
-        "data.labels",
-        "has a column split; remove train_split and test_split",
-    ),
     ("optimizer: {args: {lr: 1}}", "optimizer.args", "use learning_rate.initial"),
     ("workers: {count: {min: 3, max: 2}}", "workers.count.min", "is more than max, 2"),
     (
@@ -171,12 +166,10 @@ BROKEN = [
         "must be true",
     ),
     (
-        SCHEDULE + "shape: plateau, plateau_on: val_metric}\n"
-        "data: {name: digits, validation_fraction: 0}",
+        SCHEDULE + "shape: plateau}\ndata: {name: digits, validation_fraction: 0}",
         "data.validation_fraction",
         "set it above 0",
     ),
-    (SCHEDULE + "plateau_on: val_metric}", "learning_rate.plateau_on", "for shape plateau only"),
 ]
 
 
