@@ -281,9 +281,8 @@ def export(run_dir: str, name: str, output: str | None, trust: bool) -> None:
     error = f"largest relative difference {outputs:.1g}" if outputs else "equal bits"
     _echo(f"{path}: {model.checkpoint}; its outputs match ({error})")
     if difference is not None:
-        source = "a picture of the test set" if picture else "a made-up picture"
-        text = f"{source}, prepared as its metadata say, has the probabilities of predict"
-        _echo(f"{text} (largest difference {difference:.1g})")
+        text = "a picture of the test set, prepared as its metadata say, has the probabilities of"
+        _echo(f"{text} predict (largest difference {difference:.1g})")
 
 
 @main.command()
