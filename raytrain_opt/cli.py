@@ -138,10 +138,8 @@ def run(
     """
     if (job_file is None) == (resume is None):
         raise click.UsageError(
-            "give either JOB.yaml or --resume RUN_DIR. A job file needs four lines, such as\n\n"
-            "  model: small_cnn\n  data: digits\n  epochs: 8\n  global_batch_size: 64\n\n"
-            "`raytrain-opt init FOLDER` writes one for your images, "
-            "`raytrain-opt validate JOB.yaml` checks it."
+            "give either JOB.yaml or --resume RUN_DIR; `raytrain-opt init FOLDER` writes a job "
+            "file for your images"
         )
     if resume is None:
         job = _load_job(str(job_file), overrides)

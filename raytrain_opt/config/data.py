@@ -45,7 +45,6 @@ class BatchAugment(Section):
 
     @property
     def mixes(self) -> bool:
-        """Whether samples and their labels are mixed with others."""
         return bool(self.mixup or self.cutmix)
 
 
@@ -111,7 +110,6 @@ class _DataSection(NamedSection):
 
     @property
     def is_balanced(self) -> bool:
-        """Whether an epoch has equally many samples of each class."""
         return self.sampler == "balanced"
 
     def files(self) -> Iterable[tuple[str, str]]:
@@ -119,7 +117,6 @@ class _DataSection(NamedSection):
         return ()
 
     def broken_rules(self) -> Iterator[BrokenRule]:
-        """Refuse samplers that do not exist."""
         if self.sampler not in ("random", "balanced") and not is_function_name(self.sampler):
             yield "sampler", "must be random, balanced or package.module:function"
 

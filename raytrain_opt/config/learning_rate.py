@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from raytrain_opt.config.section import (
     BrokenRule,
@@ -57,7 +57,6 @@ class Warmup(Section):
         return self.epochs * steps_per_epoch if self.steps is None else self.steps
 
     def broken_rules(self) -> Iterator[BrokenRule]:
-        """Refuse two lengths."""
         if self.steps is not None and self.epochs:
             yield "steps", "is given in place of epochs; remove one of the two"
 
@@ -131,7 +130,7 @@ class StptPolicy(_Policy):
     scaling: Scaling | None = Field(None, description=_SCALING)
     candidates: (
         Literal["narrow", "middle", "wide", "alpha_study", "mix"]
-        | Annotated[list[PositiveFloat], Field(max_length=100)]
+        | Annotated[list[PositiveFloat], Field(min_length=1, max_length=100)]
     ) = "mix"
     """Multipliers of the base rate: a set of the paper, its Mix schedule (boundaries scaled to the
     number of epochs), or a list of your own."""
@@ -144,15 +143,7 @@ class StptPolicy(_Policy):
     warmup: Warmup | None = None
     """Warm-up without candidates. Default: 4/40 of the epochs for mix, else none."""
 
-    @field_validator("candidates")
-    @classmethod
-    def _refuse_empty_and_repeated(cls, value: Any) -> Any:
-        if isinstance(value, list) and (not value or len(set(value)) != len(value)):
-            raise ValueError("give at least one multiplier, each of them once")
-        return value
-
     def broken_rules(self) -> Iterator[BrokenRule]:
-        """Refuse a warm-up that ends within an epoch."""
         if self.warmup is not None and self.warmup.steps is not None:
             yield "warmup.steps", "is for policy schedule; give whole epochs"
 
@@ -244,7 +235,6 @@ class SchedulePolicy(_Policy):
         return self.shape == "constant"
 
     def broken_rules(self) -> Iterator[BrokenRule]:
-        """Refuse milestones of other shapes, and a half rate within the warm-up."""
         if (self.shape == "multistep") != bool(self.milestones):
             yield "milestones", "are for shape multistep only, which needs at least one"
         if self.milestones != sorted(set(self.milestones)):

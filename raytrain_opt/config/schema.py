@@ -78,7 +78,6 @@ class TaskSection(NamedSection):
 
     @property
     def is_classification(self) -> bool:
-        """Whether it is the built-in task."""
         return self.name == CLASSIFICATION
 
     def require_classification(self, purpose: str, hint: str | None = None) -> None:
@@ -101,7 +100,6 @@ class LossSection(NamedSection):
     / (classes x samples of the class) of the training set. Default: 1."""
 
     def broken_rules(self) -> Iterator[BrokenRule]:
-        """Refuse settings of cross_entropy for a loss of the user's own."""
         for name in ("label_smoothing", "class_weights"):
             if getattr(self, name) and self.name != "cross_entropy":
                 yield name, "applies to cross_entropy only; your own loss can do the same"
@@ -172,7 +170,6 @@ class StopSection(Section):
     to the end of the training, because most of the gain comes last."""
 
     def broken_rules(self) -> Iterator[BrokenRule]:
-        """Refuse a section that never ends a run."""
         if self.target is None and self.patience is None:
             yield "target", "is required, unless patience is given"
 
@@ -229,7 +226,6 @@ class WorkersSection(Section):
 
     @property
     def can_shrink(self) -> bool:
-        """Whether the job may continue with fewer workers."""
         return self.min_workers < self.size
 
     @property
@@ -238,7 +234,6 @@ class WorkersSection(Section):
         return self.count != "auto"
 
     def broken_rules(self) -> Iterator[BrokenRule]:
-        """Refuse a minimum above the maximum."""
         if self.min_workers > self.size:
             yield "count.min", f"is more than max, {self.size}"
 

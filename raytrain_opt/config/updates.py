@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from raytrain_opt.config.section import (
     BrokenRule,
@@ -94,7 +94,6 @@ class OptimizerSection(NamedSection):
     clip_norm: PositiveFloat | None = None
     """Scale the gradient of each global batch down to this norm where it is larger. Default: no
     clipping."""
-
     momentum_warmup: MomentumWarmup | None = None
     """Let the momentum rise from a lower one, for optimizers with an argument of that name,
     policies schedule and replay, and synchronous workers."""
@@ -137,16 +136,8 @@ class OptimizerSection(NamedSection):
         return {k: f for k, f in {**aux, **self.lr_multipliers}.items() if f != 1}
 
     def broken_rules(self) -> Iterator[BrokenRule]:
-        """Refuse what other optimizers have: decoupled decay, a second rule."""
         if self.has_auto_weight_decay and not self.traits.auto_weight_decay:
             yield "args.weight_decay", f"auto is for Muon and AdamW; give {self.name} a number"
-
-    @field_validator("args")
-    @classmethod
-    def _refuse_lr(cls, args: dict[str, Any]) -> dict[str, Any]:
-        if "lr" in args:
-            raise ValueError("lr is set by the learning-rate policy: use learning_rate.initial")
-        return args
 
 
 class OptimizerChoiceSection(OptimizerSection):
@@ -194,7 +185,6 @@ class OptimizerChoiceSection(OptimizerSection):
         return self.model_copy(update={"candidates": candidates})
 
     def broken_rules(self) -> Iterator[BrokenRule]:
-        """Refuse settings of one optimizer for `auto`, and the reverse."""
         yield from super().broken_rules()
         if self.is_choice:
             for name in ("args", "no_weight_decay"):
@@ -263,7 +253,6 @@ class ParallelSection(Section):
         return self.mode != "async"
 
     def broken_rules(self) -> Iterator[BrokenRule]:
-        """Refuse settings of another mode, which would have no effect."""
         for name, mode in (("gradient_buckets", "sync"), ("staleness_bound", "async")):
             if getattr(self, name) is not None and self.mode != mode:
                 yield name, f"belongs to parallel.mode: {mode}"
