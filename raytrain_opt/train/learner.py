@@ -95,7 +95,7 @@ class Learner:
             self.model, self.task, names, self.data, self.autocast, self._seed, self._attempt
         )
         self._ranks_were_compared = False
-        compile_model(config.compile, self.model, device)
+        self.compiled = compile_model(config.compile, self.model, device)
         self.parallel = distribute(self.model, config.parallel)
         self._build_optimizer(0)
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")

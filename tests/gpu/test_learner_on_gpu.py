@@ -49,11 +49,12 @@ def test_digits_are_learned(precision: str) -> None:
     assert on_gpu.evaluate("test").means["accuracy"] > 0.9
 
 
-def test_a_compiled_model_trains_as_an_eager_one() -> None:
+@pytest.mark.parametrize("mode", ["default", "max-autotune"])
+def test_a_compiled_model_trains_as_an_eager_one(mode: str) -> None:
     strict: dict[str, Any] = {"precision": "fp32_strict", "optimizer": "SGD", "average": None}
     losses = [
         learner(CUDA, compile=setting, **strict).train(1, Steps(0, (0.1,) * 5), ONE).loss
-        for setting in ("none", "default")
+        for setting in ("none", mode)
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 

@@ -138,7 +138,7 @@ def search_of(
             search_batch_size(searched, info, placement, workspace, nullcontext)  # type: ignore[arg-type]
             for _ in range(2)
         )
-    record = read_record(str(paths.local), "batch_size.json", BatchSizeRecord)
+    record = read_record(str(paths.local), BatchSizeRecord)
     assert record is not None
     # A resumed run does not search again.
     assert (size, len(seen)) == (again, 1)
