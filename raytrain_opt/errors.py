@@ -95,11 +95,6 @@ class DataError(RaytrainOptError):
         self.rule = rule
         super().__init__(f"{field}: {rule}", field, rule)
 
-    @property
-    def problem(self) -> Problem:
-        """The same error as a line of a JobError."""
-        return Problem(self.field, self.rule)
-
 
 def problems_of(check: Callable[[], object]) -> list[Problem]:
     """Return the problems that a check of a job raises; none if it returns."""
@@ -108,7 +103,7 @@ def problems_of(check: Callable[[], object]) -> list[Problem]:
     except JobError as error:
         return error.problems
     except DataError as error:
-        return [error.problem]
+        return [Problem(error.field, error.rule)]
     return []
 
 

@@ -48,10 +48,6 @@ class Warmup(Section):
     shape: Literal["linear", "constant"] = "linear"
     """How the rate changes during the warm-up."""
 
-    def start_lr(self, initial: float) -> float:
-        """Return the rate at the start of a warm-up to `initial`."""
-        return initial / 20 if self.lr is None else self.lr
-
     def length(self, steps_per_epoch: int) -> int:
         """Return the length in updates."""
         return self.epochs * steps_per_epoch if self.steps is None else self.steps
@@ -112,11 +108,6 @@ class _Policy(Section):
     def can_be_constant(self) -> bool:
         """Whether the rate may stay constant after the warm-up."""
         return self.is_found
-
-    @property
-    def fits_any_length(self) -> bool:
-        """Whether a training may last a time in place of a number of epochs."""
-        return self.policy != "replay" and (self.decays or self.can_be_constant)
 
 
 class StptPolicy(_Policy):
