@@ -68,15 +68,14 @@ def warmup_lr(warmup: Warmup, initial: float, step: float, steps: int) -> float:
 
 @dataclass(frozen=True)
 class RelativeSchedule:
-    """Rates relative to the peak: from 0 to 1 in the first `warmup` of the training, then to 0.
+    """Rates relative to the peak: they rise from 0 to 1 in the warm-up, then fall to 0.
 
-    `warmup` is a fraction. The shape `constant`, for schedule-free optimizers, stays at 1. A
-    step takes the value in the middle of its span, so that the rates of a schedule compressed into
-    few steps have the same mean as those of the long one, and none is zero.
+    A step takes the value in the middle of its span, so that the rates of a schedule compressed
+    into few steps have the same mean as those of the long one, and none is zero.
     """
 
-    shape: Literal["linear", "cosine", "constant"]
-    warmup: float
+    shape: Literal["linear", "cosine", "constant"]  # constant: stays at 1
+    warmup: float  # fraction of the training
 
     def at(self, done: float) -> float:
         """Return the rate relative to the peak after the fraction `done` of the training."""
