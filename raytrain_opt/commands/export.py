@@ -1,6 +1,6 @@
 """Write the network of a run in a format of other tools, after a check of what it computes.
 
-Every file takes preprocessed input [batch, *sample_shape] of any batch size, and any length of padded
+Every file takes preprocessed input [batch, *sample_shape], of any size and any length of padded
 samples, and returns [batch, classes]. It carries the metadata of the checkpoint.
 """
 
