@@ -7,11 +7,14 @@ have fewer samples; the sizes of its micro-batches differ by one at most.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -330,6 +333,9 @@ def count_classes(
 
 
 _FIELDS = {"image_folder": "root", "arrays": "train", "shards": "train"}
+# Samples whose contents are compared: a second where a file system takes a millisecond for each.
+_SAMPLED = 1000
+_EXCERPT = 1024  # bytes
 # Differences that a message names.
 _SHOWN = 5
 
@@ -370,6 +376,23 @@ class DataFingerprint:
             if count != now.counts.get(name, 0)
         ]
         return ", ".join(changes[:_SHOWN]) or "samples, their labels, their names or their order"
+
+
+def spread(count: int, of: int = _SAMPLED) -> range:
+    """Return at most about `of` of the numbers below `count`, evenly spread."""
+    return range(0, count, 1 + count // of)
+
+
+def excerpt(path: str | Path, start: int = 0, size: int | None = None) -> bytes:
+    """Return the middle and the end of a file or of a part of it; nothing if it cannot be read.
+
+    They differ between compressed images, whose beginnings do not.
+    """
+    with suppress(OSError), open(path, "rb") as file:
+        length = os.fstat(file.fileno()).st_size if size is None else size
+        parts = (start + length // 2, start + max(0, length - _EXCERPT))
+        return b"".join(os.pread(file.fileno(), _EXCERPT, part) for part in parts)
+    return b""
 
 
 def digest(parts: Iterable[bytes | memoryview]) -> str:
