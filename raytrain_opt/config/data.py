@@ -153,8 +153,9 @@ class LoaderSection(_DataSection):
     on_nodes: ClassVar[bool] = True
 
     loader_workers: Literal["auto"] | Annotated[NonNegativeInt, Field(le=256)] = "auto"
-    """Loader processes per worker and slot; 0: load in the process itself. auto: one for each of
-    its compute threads (workers.threads), at most 4."""
+    """Loader processes per worker and slot; 0: load in the process itself. auto: 2, and more when
+    loading a batch takes longer than computing one, up to its compute threads
+    (workers.threads)."""
     augment: FileAugment = Field(default_factory=FileAugment)
     """Applied to samples as they are read."""
     on_unreadable: Literal["error", "skip"] = "error"

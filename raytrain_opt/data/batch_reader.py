@@ -52,6 +52,7 @@ class LoadedBatch(NamedTuple):
     content: Any
     skipped: int
     error: DataError | UserCodeError | None
+    load_s: float = 0.0
     indices: Sequence[int] = ()
 
 
@@ -75,9 +76,11 @@ class BatchReader(Dataset[Sample]):
 
     def __getitems__(self, requests: list[BatchRequest]) -> LoadedBatch:
         """Load the batch of the only request in the list."""
+        started_s = monotonic_s()
         try:
-            with exits_as_errors(), _isolated():
-                return self._load(requests[0])
+            with exits_as_errors(), _isolated(started_s):
+                loaded = self._load(requests[0])
+            return loaded._replace(load_s=monotonic_s() - started_s)
         except (DataError, UserCodeError) as error:
             return LoadedBatch((), 0, error)
 
@@ -134,9 +137,8 @@ def cause(error: BaseException) -> str:
 
 
 @contextmanager
-def _isolated() -> Iterator[None]:
+def _isolated(started_s: float) -> Iterator[None]:
     """Preserve the random state, or let the training process ask a loader where it hangs."""
-    started_s = monotonic_s()
 
     def handle(_: int, frame: FrameType | None) -> None:
         raise Stalled(frame, started_s)

@@ -18,7 +18,7 @@ from raytrain_opt.data import sampling, transforms
 from raytrain_opt.data.base import Batch, SourceSplit, TrainingData, no_op
 from raytrain_opt.data.in_memory_sets import Array, DatasetArrays
 from raytrain_opt.data.sampling import Indices, Purpose
-from raytrain_opt.data.transforms import Policy, send
+from raytrain_opt.data.transforms import CopyStream, Policy, send
 from raytrain_opt.errors import DataError
 from raytrain_opt.random_state import preserve_random_state, seed_all
 from raytrain_opt.results import Split
@@ -99,7 +99,7 @@ class SampleStore:
     """Samples in the device's memory, or in CPU memory, which processes of a node may share."""
 
     def __init__(self, x: Array, y: Array, device: torch.device, *, on_device: bool) -> None:
-        self._arrays, self._device = (x, y), device
+        self._arrays, self._device, self._copies = (x, y), device, CopyStream(device)
         self._on_device = [torch.tensor(a, device=device) for a in (x, y)] if on_device else []
 
     def take(
@@ -111,6 +111,7 @@ class SampleStore:
             rows = send(torch.from_numpy(indices), self._device)
             x, y = (tensor.index_select(0, rows) for tensor in self._on_device)
             return x, y
-        x, y = (torch.from_numpy(array[indices]) for array in self._arrays)
+        gathered = [torch.from_numpy(array[indices]) for array in self._arrays]
         on_copy()
-        return send(x, self._device), send(y, self._device)
+        x, y = self._copies.copy(*gathered)
+        return x, y

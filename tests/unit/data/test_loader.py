@@ -7,6 +7,7 @@ import pickle
 import random
 import shutil
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -185,6 +186,35 @@ class ProcessNumbers(Noisy):
 
 def process_numbers() -> Any:
     return ProcessNumbers(26), ProcessNumbers(8)
+
+
+class Slow(ProcessNumbers):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        time.sleep(0.01)
+        return super().__getitem__(index)
+
+
+def slow() -> Any:
+    return Slow(26), Slow(8)
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker:UserWarning")
+@pytest.mark.parametrize(
+    ("workers", "train_s", "expected"), [("auto", 0.002, 3), (2, 0.002, 2), ("auto", 0.03, 2)]
+)
+def test_loader_processes_are_added_until_they_keep_up_within_the_threads(
+    workers: Any, train_s: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    with open_section(dataset_section(slow, loader_workers=workers)) as data:
+        pids: list[set[int]] = []
+        for number in range(3):
+            pids.append(set())
+            for batch in data.train_batches(number, product(range(12), range(1)), 1, 2):
+                pids[-1].update(batch.x[:, 0].tolist())
+                time.sleep(train_s)
+    assert [len(p) for p in pids] == [2, expected, expected]
+    assert pids[1] == pids[2]
 
 
 def test_loader_processes_use_one_thread_and_end_with_close() -> None:
