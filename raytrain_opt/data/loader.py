@@ -66,9 +66,14 @@ class DataLoaderData(TrainingData):
         channels_last: bool,
     ) -> None:
         super().__init__(source, section, hold_out, seed, device, channels_last)
+        preprocessing = self.info.preprocessing
+        dtype = None if preprocessing and preprocessing.mean_std else self.info.dtype
+        if section.augment.mixup and dtype is not None and not dtype.is_floating_point:
+            rule = f"needs samples of floats or images; these are {dtype}"
+            raise DataError("data.augment.mixup", rule)
         self._copies = CopyStream(device)
         skip = section.on_unreadable == "skip"
-        self._reader = BatchReader(source, seed, skip, self._policy)
+        self._reader = BatchReader(source, seed, skip, self._augment.policy)
         self._loader = _ReusedLoader(section, self._reader, device)
 
     def _read(self, epoch: int, parts: Iterator[MicroBatch]) -> Iterator[Batch]:

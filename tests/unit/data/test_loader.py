@@ -631,6 +631,13 @@ def test_floats_and_integers_are_unchanged_and_other_types_are_cast() -> None:
     assert torch.equal(only_batch(samples_section((tokens, 0))).x[0], tokens)
 
 
+def test_integers_are_not_mixed() -> None:
+    tokens = (torch.tensor([1, 2]), 0)
+    with pytest.raises(DataError, match=r"mixup: needs samples of floats .* are torch\.int64"):
+        new_data(samples_section(tokens, augment={"mixup": 0.2}))
+    new_data(samples_section(tokens, augment={"mixup": 0.2}, normalize=([0, 0], [1, 1])))
+
+
 class Pair(NamedTuple):
     left: Any
     right: Any
@@ -648,7 +655,7 @@ def test_batches_of_a_task_have_the_nesting_of_its_samples(workers: int) -> None
     assert batch.x["a"].left.tolist() == [[1, 1]]
     number, inner = batch.x["a"].right
     assert (number, inner.left, inner.right) == (1, 2, (3,))
-    assert data.source.example["a"].right[1].left == 2
+    assert data.info.example["a"].right[1].left == 2
 
 
 @pytest.mark.parametrize(
