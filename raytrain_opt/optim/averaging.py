@@ -49,10 +49,7 @@ def _has_modes(optimizer: Any) -> bool:
 
 @torch.no_grad()
 def use_weights(optimizer: Any, *, training: bool) -> None:
-    """Give the parameters the weights to train, or the averaged ones.
-
-    Does nothing without averaging.
-    """
+    """Give the parameters the weights to train, or the averaged ones if there is an average."""
     if _has_modes(optimizer):
         # Switching to the average and back would round the weights.
         if training:

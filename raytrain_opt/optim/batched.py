@@ -14,10 +14,7 @@ from torch.optim.sgd import sgd
 
 
 def split_evenly(costs: Sequence[int], parts: int) -> list[list[int]]:
-    """Return the indices of the costs in `parts` lists of about equal sums.
-
-    The largest cost comes first, each goes to the part with the smallest sum so far.
-    """
+    """Return the indices of the costs in `parts` lists of about equal sums."""
     sums, indices = [0] * parts, [list[int]() for _ in range(parts)]
     for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
         part = sums.index(min(sums))
@@ -71,11 +68,9 @@ class BatchedOptimizer(Optimizer, ABC):
 
 
 def has_fused_kernels(parameter: Tensor) -> bool:
-    """Return whether torch has fused updates for a parameter's device and type.
-
-    On a CPU, those of torch 2.11 leave half-precision parameters as they are.
-    """
+    """Return whether torch has fused updates for a parameter's device and type."""
     device = parameter.device.type
+    # On a CPU, those of torch 2.11 leave half-precision parameters as they are.
     return device == "cuda" or (device == "cpu" and parameter.dtype.itemsize >= 4)
 
 
@@ -89,10 +84,8 @@ def descend(
     nesterov: bool = False,
     may_fuse: bool = True,
 ) -> None:
-    """Take a step of torch's SGD, with the momentum and the rate of the group.
-
-    Fused where torch's kernel, which ignores strides, works and may be used.
-    """
+    """Take a step of torch's SGD, with the momentum and the rate of the group."""
+    # The fused kernel ignores strides.
     strides = [[tensor.stride() for tensor in tensors] for tensors in (params, grads, buffers)]
     fused = may_fuse and has_fused_kernels(params[0]) and strides[0] == strides[1] == strides[2]
     sgd(

@@ -74,12 +74,9 @@ class EpochSteps:
 
 @dataclass(frozen=True)
 class Length:
-    """The length of a training: a number of epochs, or wall time.
+    """The length of a training: a number of epochs, or wall time with the search."""
 
-    `known_epochs` is 0 for a time, of which the search is a part; `execution.length` plans it.
-    """
-
-    known_epochs: int = 0
+    known_epochs: int = 0  # 0 for a time, which `execution.length` plans
     seconds: float = math.inf
 
     def __str__(self) -> str:
@@ -113,11 +110,10 @@ def epoch_steps(
     *,
     drop_last: bool = True,
 ) -> EpochSteps:
-    """Count the updates in each epoch of `train_size` samples.
+    """Count the updates in each epoch of `train_size` samples. Raises JobError for fewer than one.
 
     `drop_last`: without the samples that do not fill a global batch. `search_size`: samples that
-    candidates train on, by default as many. Raises JobError for a global batch that is larger
-    than `train_size`.
+    candidates train on, by default as many.
     """
     factors = {"global_batch_size": 1}
     factors |= {f"batch_ramp.{i}.factor": step.factor for i, step in enumerate(ramp)}

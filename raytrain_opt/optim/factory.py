@@ -137,11 +137,10 @@ def build_optimizer(
 ) -> Optimizer:
     """Build the optimizer of `model`'s parameters, at learning rate 0; see `set_lr`.
 
-    The section says which parameters are left out of weight decay, and which have rates of their
-    own. `distributed`: all ranks of the default process group take each step together. Unless the
-    arguments choose an implementation, the fused one is used where the class and the parameters
-    allow it, else foreach (all tensors in few kernels).
-    Raises JobError: anything `check_optimizer` finds, or the class rejects these parameters.
+    `distributed`: all ranks of the default process group take each step together. Unless the
+    arguments choose an implementation, it is the fused one where class and parameters allow it,
+    else foreach. Raises JobError: `check_optimizer` finds a problem, or the class rejects these
+    parameters.
     """
     problems = check_optimizer(section)
     if problems:
@@ -171,8 +170,8 @@ def _require_all_parameters(optimizer: Optimizer, model: nn.Module) -> None:
     if unknown := [name for name, p in named if p.requires_grad and id(p) not in known]:
         rule = f"{type(optimizer).__name__} does not train parameters: {listed(unknown)}"
         hint = (
-            "an optimizer must take all groups that it gets, and a network must create its "
-            "parameters when it is built; list those that shall not train in model.freeze"
+            "a network must create its parameters when it is built, and an optimizer take all its "
+            "groups; list those that shall not train in model.freeze"
         )
         raise JobError([Problem("optimizer.name", rule, None, hint)])
 
@@ -234,14 +233,12 @@ def _default_implementation(
 
 
 def _can_be_fused(optimizer_class: type[Optimizer], parameter: Tensor) -> bool:
-    """Return whether torch's fused kernels, which ignore strides, can update a parameter.
-
-    Autograd gives the gradient the parameter's strides only if its elements fill their memory.
-    Some versions of torch, 2.11 among them, refuse Adagrad's on GPUs.
-    """
+    """Return whether torch's fused kernels, which ignore strides, can update a parameter."""
+    # Autograd gives the gradient the parameter's strides only if its elements fill their memory.
     is_dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
     if not (is_dense and parameter.is_floating_point() and has_fused_kernels(parameter)):
         return False
+    # Some versions of torch, 2.11 among them, refuse Adagrad's on GPUs.
     return optimizer_class is not torch.optim.Adagrad or parameter.device.type == "cpu"
 
 
@@ -264,11 +261,8 @@ def _check_arguments(optimizer_class: type[Optimizer], args: dict[str, Any]) -> 
 
 
 def _rejection(optimizer_class: Any, args: dict[str, Any]) -> str | None:
-    """Return the class's error for these arguments and no parameters; None if it has none.
-
-    Classes check values before they miss parameters. A real parameter would make torch import its
-    compiler: 3 s that the check of a job must not cost.
-    """
+    """Return the class's error for these arguments and no parameters; None if it has none."""
+    # A real parameter would make torch import its compiler: 3 s that a check must not cost.
     try:
         optimizer_class([], lr=_INITIAL_LR, **args, **_implied_arguments(optimizer_class))
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything

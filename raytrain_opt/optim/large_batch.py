@@ -100,13 +100,10 @@ class LARS(BatchedOptimizer):
 
 
 def _adapted(params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-    """Return r (g + d w) of every layer.
-
-    Each ratio is repeated for all elements of its layer: a product with one device scalar per
-    tensor would launch a kernel per tensor.
-    """
+    """Return r (g + d w) of every layer."""
     ratios = _trust_ratios(params, grads, group)
     adapted = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
+    # A product with one device scalar per tensor would launch a kernel per tensor.
     factors = [r.expand(g.numel()) for r, g in zip(ratios.unbind(), adapted, strict=True)]
     parts = torch.split(torch.cat(factors), [g.numel() for g in adapted])
     same_layout = [
@@ -139,14 +136,11 @@ def sgd_fraction(step: float, center: float, period: float) -> float:
 class RMSpropWarmup(BatchedOptimizer):
     """A mixture of RMSprop and momentum SGD that turns into momentum SGD alone.
 
-    `rmsprop_scale` is the rate of RMSprop divided by the rate of SGD. Because it is a ratio, `lr`,
-    and so every schedule and candidate, controls both parts. The default is the paper's 3e-4
-    divided by its 6.4 (half of 0.1 x 32768 / 256); for another peak rate, start with
-    3e-4 / peak. Center and period are in epochs of `steps_per_epoch` updates; their defaults are
-    the paper's. `weight_decay` is added to the gradient before both parts use it.
-
-    The updates of a group are counted in the state of its first parameter (`step`), so a copy
-    of the state continues the transition at the same point.
+    `rmsprop_scale` is the rate of RMSprop divided by the rate of SGD, so `lr` controls both parts.
+    The default is the paper's 3e-4 divided by its 6.4 (half of 0.1 x 32768 / 256); for another
+    peak rate, start with 3e-4 / peak. Center and period are in epochs of `steps_per_epoch`
+    updates; their defaults are the paper's. The state of a group's first parameter counts its
+    updates (`step`).
 
     Raises ValueError: a value out of its range. RuntimeError: sparse or complex gradients.
     """

@@ -181,10 +181,8 @@ def orthogonalization_flops(shapes: Iterable[torch.Size]) -> int:
 
 
 def split_work(shapes: Sequence[torch.Size], ranks: int) -> list[list[list[int]]]:
-    """Return the batches of matrices, as indices, of each rank, about equal in work.
-
-    The batches are the same for any number of ranks, because a kernel may round by their size.
-    """
+    """Return the batches of matrices, as indices, of each rank, about equal in work."""
+    # The same for any number of ranks, because a kernel may round by their size.
     batches = [
         indices[start : start + _BATCH]
         for indices in _equal_shapes(range(len(shapes)), shapes)

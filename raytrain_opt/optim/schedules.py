@@ -10,7 +10,6 @@
     constant        a
     multistep       a g^(milestones <= t)
     linear          b + (a - b) (1 - x)
-    polynomial      b + (a - b) (1 - x)^power
     cosine          b + (a - b) (1 + cos(pi x)) / 2
     arc_cotangent   (a / pi) arccot(k (t - e)), arccot in (0, pi)
 
@@ -50,8 +49,6 @@ def lr_at(policy: SchedulePolicy, step: float, *, steps: int, steps_per_epoch: i
             return initial * math.pow(policy.gamma, drops)
         case "linear":
             return final + (initial - final) * (1.0 - done)
-        case "polynomial":
-            return final + (initial - final) * math.pow(1.0 - done, policy.power)
         case "cosine":
             return final + (initial - final) * ((1.0 + math.cos(math.pi * done)) / 2.0)
         case "arc_cotangent":
@@ -65,21 +62,20 @@ def lr_at(policy: SchedulePolicy, step: float, *, steps: int, steps_per_epoch: i
 
 def warmup_lr(warmup: Warmup, initial: float, step: float, steps: int) -> float:
     """Return the rate of update number `step`, from 0, of a warm-up of `steps` to `initial`."""
-    start = warmup.start_lr(initial)
+    start = initial / 20 if warmup.lr is None else warmup.lr
     return start if warmup.shape == "constant" else start + (initial - start) * step / steps
 
 
 @dataclass(frozen=True)
 class RelativeSchedule:
-    """Rates relative to the peak: from 0 to 1 in the first `warmup` of the training, then to 0.
+    """Rates relative to the peak: they rise from 0 to 1 in the warm-up, then fall to 0.
 
-    `warmup` is a fraction. The shape `constant`, for schedule-free optimizers, stays at 1. A
-    step takes the value in the middle of its span, so that the rates of a schedule compressed into
-    few steps have the same mean as those of the long one, and none is zero.
+    A step takes the value in the middle of its span, so that the rates of a schedule compressed
+    into few steps have the same mean as those of the long one, and none is zero.
     """
 
-    shape: Literal["linear", "cosine", "constant"]
-    warmup: float
+    shape: Literal["linear", "cosine", "constant"]  # constant: stays at 1
+    warmup: float  # fraction of the training
 
     def at(self, done: float) -> float:
         """Return the rate relative to the peak after the fraction `done` of the training."""

@@ -20,9 +20,7 @@ from raytrain_opt.search.policy import History, Policy, StartAgain, TrainEpoch
 class FixedSchedule(Policy):
     """Train at the rates of a schedule; an epoch of fewer steps covers it in larger strides.
 
-    Shape plateau multiplies them by `gamma` each time the losses have stopped falling: after more
-    than `patience` epochs in a row without a new lowest one, as torch's ReduceLROnPlateau does
-    with a threshold of 0.
+    Shape plateau drops them as torch's ReduceLROnPlateau does with a threshold of 0.
     """
 
     section: SchedulePolicy

@@ -50,14 +50,11 @@ _FEW_FLOPS = 5e12
 
 @dataclass(frozen=True)
 class OptimizerRace:
-    """The searches of all optimizers, in the job's order, within one budget of steps.
-
-    `guessing_loss`: of a guess by the classes' frequencies.
-    """
+    """The searches of all optimizers, in the job's order, within one budget of steps."""
 
     names: tuple[str, ...]
     searches: tuple[PeakSearch, ...]
-    guessing_loss: float = math.inf
+    guessing_loss: float = math.inf  # of a guess by the classes' frequencies
 
     def run(self) -> Generator[PeakRequest, Sequence[CandidateResult], PeakChoice]:
         """Yield candidates to train, and return the choice. Raises DivergedError."""

@@ -182,10 +182,7 @@ class PeakSearch:
 
     @property
     def untrained_loss(self) -> float:
-        """The loss of a rate a decade below the best coarse one, which hardly trains.
-
-        A search that began some decades away has tried this rate, too.
-        """
+        """The loss of a rate a decade below the best coarse one, which hardly trains."""
         decade = self._coarse.largest(TOLERANCE)
         below = max((p for p in self._coarse.alive if p < decade), default=decade)
         return self._coarse.alive[below].val_loss

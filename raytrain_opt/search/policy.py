@@ -206,8 +206,8 @@ class History:
 
     def is_decided(self, epoch: int) -> bool:
         """Return whether the last round of this epoch has a winner."""
-        rounds = self.rounds_of(epoch)
-        return bool(rounds) and rounds[-1].winner is not None
+        last = self.latest
+        return last is not None and last.epoch == epoch and last.winner is not None
 
 
 class Policy(Protocol):

@@ -127,11 +127,9 @@ class Stpt(Policy):
     def decide(
         self, action: TryCandidates, results: Sequence[CandidateResult], history: History
     ) -> Decision:
-        """Choose the highest score; break ties by the multiplier closest to 1.0.
-
-        A candidate whose loss is not finite scores minus infinity. When all do, there is no
-        winner and the next base rate is half of this one; the paper leaves this case open.
-        """
+        """Choose the highest score; break ties by the multiplier closest to 1.0."""
+        # A loss that is not finite scores minus infinity. The paper does not say what follows if
+        # all do.
         scores = tuple(map(action.score_of, results))
         if not any(is_finite(score) for score in scores):
             reason = f"all {len(results)} candidates diverged: base rate halved"

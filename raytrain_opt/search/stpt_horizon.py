@@ -66,17 +66,12 @@ _USUAL_COST, _DECISIVE_STEPS, _SMALL_SEARCH_FLOPS = 0.2, 300, 1e14
 
 @dataclass(frozen=True)
 class TaskFacts:
-    """What a search needs to know of data and network.
+    """What a search needs to know of data and network."""
 
-    `channel_norm`: the network has BatchNorm, GroupNorm or InstanceNorm; `validation_size`:
-    samples of the validation split; `step_flops`: operations of an update; `guessing_loss`: see
-    `optimizer_race`.
-    """
-
-    channel_norm: bool = True
+    channel_norm: bool = True  # the network has BatchNorm, GroupNorm or InstanceNorm
     validation_size: int = 0
-    step_flops: float = math.inf
-    guessing_loss: float = math.inf
+    step_flops: float = math.inf  # operations of an update
+    guessing_loss: float = math.inf  # see `optimizer_race`
 
 
 NO_FACTS = TaskFacts()
@@ -109,13 +104,10 @@ class HorizonStpt(Policy):
         return last_restart(self.length.known_epochs)
 
     def budget(self, history: History) -> float:
-        """Return the updates of all candidates; auto lets the search of a small training decide.
-
-        The search of a training for a time is a part of it.
-        """
+        """Return the updates of all candidates; auto lets a small training's search decide."""
         cost, steps = self.section.max_search_cost, self._updates(history)
         fraction = _USUAL_COST if cost == "auto" else cost
-        if not self.length.known_epochs:
+        if not self.length.known_epochs:  # the search is a part of the time
             return steps * fraction / (1 + fraction)
         if cost != "auto":
             return fraction * steps
@@ -127,10 +119,7 @@ class HorizonStpt(Policy):
         return self.length.planned_steps(self.steps, history.plans)
 
     def _race(self, history: History) -> OptimizerRace | None:
-        """Return the search before epoch 1: of the first optimizer only, if too short for all.
-
-        None if it is too short for one.
-        """
+        """Return the search before epoch 1: of the first optimizer if short; none if too short."""
         budget, optimizers = self.budget(history), self.optimizers
         steps = divide_budget(budget, self.steps.search, len(optimizers))
         if steps is None:
@@ -162,10 +151,8 @@ class HorizonStpt(Policy):
             return choice
 
     def _initial(self, optimizer: int) -> float:
-        """Return the rate at which the search starts, and which trains if it cannot decide.
-
-        The job gives it for SGD where there are several; so is the default.
-        """
+        """Return the rate at which the search starts, and which trains if it cannot decide."""
+        # The job gives it for SGD where there are several; so is the default.
         initial = self.section.initial
         if len(self.optimizers) == 1 and initial not in (_SGD_LR, FINE_TUNING_LR):
             return initial
@@ -173,10 +160,7 @@ class HorizonStpt(Policy):
         return initial * usual_lr / _SGD_LR
 
     def next(self, epoch: int, history: History) -> TryCandidates | StartAgain | TrainEpoch:
-        """Return a round before epoch 1, an epoch, or a new start where the training collapsed.
-
-        Raises DivergedError when all candidates diverged.
-        """
+        """Return a round before epoch 1, a new start, or an epoch. Raises DivergedError."""
         request = None if epoch > 1 or history.is_decided(1) else self._following(history)
         if isinstance(request, PeakRequest):
             return self._try_peaks(request, history)

@@ -55,10 +55,7 @@ class Watch:
         return cls(epochs // 4, epochs // 2, channel_norm) if epochs >= _EPOCHS else cls(0, 0)
 
     def falls(self, history: History) -> tuple[float, float]:
-        """Return the falls of the training and the validation loss; 0 before `end`.
-
-        They are 0, too, after a resume with another length.
-        """
+        """Return the falls of the training and the validation loss; 0 if they are not known."""
         scored, losses = dict(history.validation_losses), history.epoch_losses
         if self.start not in scored or self.end not in scored:
             return 0.0, 0.0

@@ -123,10 +123,7 @@ def largest_size(
     ramp: Sequence[RampStep] = (),
     rule: ScalingRule = "none",
 ) -> int:
-    """Return the largest allowed batch size per worker.
-
-    `own`: of the job itself. `rule`: how the rate follows the size.
-    """
+    """Return the largest allowed batch size per worker; `own`: of the job itself."""
     possible = train_size // (workers * ramp_factor(ramp, sys.maxsize))
 
     def leaves_too_few(size: int) -> bool:

@@ -89,10 +89,7 @@ def combine(measurements: Sequence[Probe]) -> list[Point]:
 
 
 def draw_curves(points: Sequence[Point], sizes: Sequence[int]) -> Array:
-    """Draw likely curves, log samples/s [curve, size], given at least one point.
-
-    Components of the mixture are drawn in proportion to their weights, with a fixed seed.
-    """
+    """Draw likely curves, log samples/s [curve, size], given at least one point."""
     measured = np.array([p.batch_size for p in points], dtype=np.float64)
     queried = np.array(sizes, dtype=np.float64)
     measured_shapes, shapes = _shapes(measured, queried.max()), _shapes(queried, queried.max())
@@ -158,11 +155,7 @@ class ThroughputKnee:
     weighs_checks = True
 
     def propose(self, history: Sequence[Probe]) -> ProbeRequest | BatchSizeChoice:
-        """Propose the next size to measure, or choose the knee.
-
-        Halving an initial size that does not fit may take more than `_MAX_PROBES`, because the
-        choice must fit. Raises ResourcesError if size 1 does not fit.
-        """
+        """Propose the next size, or choose the knee. Raises ResourcesError if 1 does not fit."""
         request = self.bounds.request_first_fit(history, self.section.initial)
         if request is not None:
             return request
@@ -272,8 +265,7 @@ def _log_loss(fraction: float) -> float:
 def _candidate_sizes(measured: Sequence[int], largest: int) -> tuple[int, ...]:
     """Return powers of two, midpoints from 3 tiles on, measured sizes and the largest; ascending.
 
-    Closer sizes differ by less than can be measured. 1 is a candidate only if nothing else
-    fits: BatchNorm1d cannot be trained with one sample.
+    1 is one only if nothing else fits: BatchNorm1d cannot be trained with one sample.
     """
     powers = {2**i for i in range(1, largest.bit_length())}
     midpoints = {size // 2 * 3 for size in powers if size >= 2 * _TILE}
