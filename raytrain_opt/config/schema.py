@@ -210,10 +210,10 @@ class WorkersSection(Section):
     slot fits on the same device and a second worker does not; on CPU, 0.6 of the CPUs per worker,
     at most 0.6."""
     threads: Annotated[PositiveInt, Field(le=1024)] | None = None
-    """Compute threads of a worker on CPU; slots share as many. Default: the cores of the node that
-    other programs leave idle at the start / count, or fewer, if training steps that are timed at
-    the start are as fast with fewer; on a Ray that runs already, its cores / count; on one
-    machine, OMP_NUM_THREADS if it is set. A resume keeps the number."""
+    """Compute threads of a worker on CPU; slots share as many. Default: the cores of the node /
+    count, or fewer, if training steps that are timed at the start are as fast with fewer; on a Ray
+    that runs already, its cores / count; on one machine, OMP_NUM_THREADS if it is set. A resume
+    keeps the number."""
 
     @property
     def size(self) -> int:
