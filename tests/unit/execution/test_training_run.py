@@ -128,7 +128,6 @@ JOBS: dict[str, dict[str, Any]] = {
         "learning_rate": {
             "policy": "schedule",
             "shape": "plateau",
-            "plateau_on": "val_metric",
             "patience": 1,
         },
     },
