@@ -2,7 +2,8 @@
 
 After each operation the threads of OpenMP wait for the last one. By default they spin meanwhile:
 where another program has the core of one of them, training is 10 to 90 times slower than with one
-thread. So they sleep, after some microseconds that cover the gaps between small operations.
+thread. So they sleep, after some microseconds that cover the gaps between small operations: to
+wake a thread takes longer than many of these.
 """
 
 from __future__ import annotations
@@ -37,16 +38,17 @@ THREADS_SPIN = set_wait_policy()
 
 
 def choose_threads(
-    processes: int, note: Callable[[str], None], fastest: Callable[[int], int] | None = None
+    processes: int,
+    note: Callable[[str], None],
+    fastest: Callable[[int], int] | None = None,
 ) -> int:
-    """Return the threads of each of the processes, which compute at the same time.
+    """Return the threads of each process: the user's OMP_NUM_THREADS, or a part of the cores.
 
-    `note`: says why they are fewer than the cores. `fastest`: times the training and returns the
-    number of threads to use, at most the one given. The user's OMP_NUM_THREADS wins.
+    fastest: times the training and returns the number of threads to use, at most that given.
     """
     text = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     requested = int(text) if text.isdecimal() else 0
-    most = requested or max(1, available_cores() // processes)
+    most = compute_threads(requested, processes)
     if THREADS_SPIN and most > 1:
         note(
             "torch was imported before raytrain_opt, so its threads spin while they wait, which "
@@ -59,7 +61,7 @@ def choose_threads(
     if threads < most:
         note(
             f"computing with {threads} of {most} threads per process: more are not faster for "
-            "this network, batch and load (workers.threads sets another number)"
+            "this network and batch (workers.threads sets another number)"
         )
     return threads
 

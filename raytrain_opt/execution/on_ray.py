@@ -133,8 +133,6 @@ class RayBackend:
         job, note = self._job, self._frontend.terminal.note
         candidates = job.learning_rate.max_candidates if search else 0
         self.plan = plan = plan_when_there_is_room(job, candidates, note)
-        for text in plan.notes:
-            note(text)
         threads = job.workers.threads
         if threads is None and self.owns_ray and not plan.use_gpu:
             fastest, batch_size = None, job.global_batch_size // plan.workers

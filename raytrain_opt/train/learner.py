@@ -84,7 +84,7 @@ class Learner:
         self._evaluator = Evaluator(
             self.model, self.task, names, self.data, self.autocast, self._seed, self._attempt
         )
-        compile_model(config.compile, self.model, device)
+        self.compiled = compile_model(config.compile, self.model, device)
         self.parallel = distribute(self.model, config.parallel)
         self._build_optimizer(0)
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")

@@ -14,14 +14,14 @@ from raytrain_opt.threads import available_cores, choose_threads
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"), [("3", 3), ("2,1", 2), ("", 8), ("0", 8), ("x", 8)]
+    ("value", "expected"), [("3", 3), ("2,1", 2), ("", 2), ("0", 2), ("x", 2)]
 )
 def test_the_users_number_of_threads_wins(
     value: str, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", value)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
-    assert choose_threads(2, print) == expected
+    monkeypatch.setattr(threads, "available_cores", lambda: 16)
+    assert choose_threads(7, lambda _: None) == expected
 
 
 @pytest.mark.parametrize(
@@ -47,14 +47,18 @@ def test_a_container_has_the_cores_of_its_limit(
 
 
 def test_a_user_is_told_of_threads_that_spin(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines: list[str] = []
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
+    def told(processes: int) -> str:
+        lines: list[str] = []
+        choose_threads(processes, lines.append)
+        return "\n".join(lines)
+
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(threads, "available_cores", lambda: 2)
+    monkeypatch.setattr(threads, "THREADS_SPIN", False)
+    assert told(1) == ""
     monkeypatch.setattr(threads, "THREADS_SPIN", True)
-    assert choose_threads(2, lines.append) == 1
-    assert not lines
-    assert choose_threads(1, lines.append) == 2
-    assert "torch was imported before raytrain_opt" in lines[0]
+    assert "torch was imported before raytrain_opt" in told(1)
+    assert told(2) == ""
 
 
 @pytest.mark.parametrize(
@@ -84,20 +88,27 @@ def test_waiting_threads_sleep_from_the_import_on(
 
 
 @pytest.mark.parametrize(
-    ("processes", "requested", "asked", "expected"),
-    [(1, "", [8], 2), (2, "", [4], 2), (8, "", [], 1), (1, "4", [], 4)],
+    ("requested", "processes", "asked", "expected"),
+    [
+        ("", 1, [8], 2),
+        ("", 2, [4], 2),
+        # Nothing to choose.
+        ("", 8, [], 1),
+        ("4", 1, [], 4),
+    ],
 )
-def test_a_training_is_timed_with_the_threads_of_its_cores(
-    processes: int,
+def test_a_training_is_timed_with_the_threads_that_there_are(
+    monkeypatch: pytest.MonkeyPatch,
     requested: str,
+    processes: int,
     asked: list[int],
     expected: int,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
-    monkeypatch.setenv("OMP_NUM_THREADS", requested)
     calls: list[int] = []
     lines: list[str] = []
+    monkeypatch.setenv("OMP_NUM_THREADS", requested)
+    monkeypatch.setattr(threads, "available_cores", lambda: 8)
+    monkeypatch.setattr(threads, "THREADS_SPIN", False)
 
     def fastest(most: int) -> int:
         calls.append(most)
