@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from raytrain_opt.config.section import Fraction, PositiveFloat, PositiveInt, Section
-
-
-class UtilizationSection(Section):
-    """How the utilization of the device is measured during a probe."""
-
-    sampler: Literal["auto", "nvml", "cpu"] = "auto"
-    """nvml: utilization of the GPU; cpu: CPU time of the probe's process divided by the time of
-    its threads; auto: nvml on a GPU, else cpu (not for gpu_usage_maximize)."""
-    period_s: Annotated[PositiveFloat, Field(ge=0.05)] = 1.0
-    """Seconds between samples (1 s in the paper)."""
+from raytrain_opt.config.section import (
+    Fraction,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    default_kind,
+)
 
 
 class _BatchSizeSearch(Section):
@@ -44,8 +39,9 @@ class _BatchSizeSearch(Section):
     square root, or not at all."""
     max_probe_s: PositiveFloat = 10.0
     """Maximum timed duration of a probe, in seconds."""
-    utilization: UtilizationSection = Field(default_factory=UtilizationSection)
-    """How the utilization of the device is measured."""
+    utilization_period_s: Annotated[PositiveFloat, Field(ge=0.05)] = 1.0
+    """Seconds between samples of the device's utilization (1 s in the paper): of NVML for a GPU,
+    else CPU time of the probe's process divided by the time of its threads."""
 
 
 class ThroughputKneeSearch(_BatchSizeSearch):
@@ -83,14 +79,8 @@ class EpochTimeMinimizeSearch(_Published):
     strategy: Literal["epoch_time_minimize"]
 
 
-def _name_strategy(section: Any) -> Any:
-    """Let a section without a strategy change the settings of throughput_knee."""
-    is_unnamed = isinstance(section, Mapping) and "strategy" not in section
-    return {"strategy": "throughput_knee", **section} if is_unnamed else section
-
-
 BatchSizeSection = Annotated[
     ThroughputKneeSearch | GpuUsageMaximizeSearch | EpochTimeMinimizeSearch,
     Field(discriminator="strategy"),
-    BeforeValidator(_name_strategy),
+    default_kind("strategy", "throughput_knee"),
 ]

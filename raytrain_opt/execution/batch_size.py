@@ -18,7 +18,7 @@ from raytrain_opt.optim.epoch_steps import length_of
 from raytrain_opt.optim.schedules import ScalingRule
 from raytrain_opt.pools.protocol import Prober
 from raytrain_opt.recording.reader import read_record
-from raytrain_opt.recording.recorder import append_records, write_record
+from raytrain_opt.recording.recorder import append, write_record
 from raytrain_opt.recording.records import (
     BatchSizeProbeRecord,
     BatchSizeRecord,
@@ -33,7 +33,7 @@ from raytrain_opt.search.batch_size.strategy import (
     Updates,
     largest_size,
 )
-from raytrain_opt.search.factory import build_strategy, check_sampler
+from raytrain_opt.search.factory import build_strategy
 from raytrain_opt.terminal import probe_text
 
 # Of train_for, the part in which updates are made; start, search and evaluations take the rest.
@@ -82,8 +82,6 @@ def search_batch_size(
     placement: Placement,
     workspace: Workspace,
     open_prober: Callable[[], AbstractContextManager[Prober]],
-    *,
-    use_gpu: bool,
 ) -> int:
     """Return the global batch size that probes choose, or that they chose in a resumed run.
 
@@ -91,15 +89,14 @@ def search_batch_size(
     """
     started_s, section, paths = monotonic_s(), job.batch_size_search, workspace.paths
     assert section is not None
-    record = read_record(str(paths.local), "batch_size.json", BatchSizeRecord)
+    record = read_record(str(paths.local), BatchSizeRecord)
     if record is not None:  # a resumed run does not repeat a finished search
         return record.batch_size_per_worker * placement.workers
-    check_sampler(section, use_gpu=use_gpu)
     probes: list[BatchSizeProbeRecord] = []
 
     def record_probe(record: BatchSizeProbeRecord) -> None:
         probes.append(record)
-        append_records(paths.batch_sizes, [record])
+        append(paths.local, record)
         workspace.terminal.note(probe_text(record))
 
     bounds = _bounds(job, section, info.train_size, placement.workers, workspace.terminal.note)
@@ -108,7 +105,7 @@ def search_batch_size(
         strategy = build_strategy(section, bounds)
         choice = run_probes(strategy, prober, job.max_restarts, record_probe)
     record = _record(placement, choice, probes, monotonic_s() - started_s)
-    write_record(paths.batch_size, record)
+    write_record(paths.local, record)
     for line in _summary(record, job, info.train_size):
         workspace.terminal.note(line)
     return record.global_batch_size

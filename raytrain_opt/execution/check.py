@@ -62,13 +62,12 @@ def check_sections(sections: Mapping[str, Any]) -> list[Problem]:
         "callbacks": _check_callbacks,
         "tracking": check_tracking,
     }
-    problems = [
+    return [
         problem
         for name, check in checks.items()
         if name in sections
         for problem in check(sections[name])
     ]
-    return problems + _check_sampler(sections)
 
 
 def check_data(data: DataSection) -> list[Problem]:
@@ -279,16 +278,6 @@ def _check_schedule(section: Any) -> list[Problem]:
 
     recorded = getattr(section, "schedule", None)
     return [] if recorded is None else problems_of(lambda: read_schedule(recorded))
-
-
-def _check_sampler(sections: Mapping[str, Any]) -> list[Problem]:
-    """Check the sampler where the job itself excludes GPUs; otherwise the cluster decides."""
-    search, workers = sections.get("batch_size_search"), sections.get("workers")
-    if search is None or workers is None or workers.use_gpu is not False:
-        return []
-    from raytrain_opt.search.factory import check_sampler
-
-    return problems_of(lambda: check_sampler(search, use_gpu=False))
 
 
 def _check_path(field: str, path: str) -> list[Problem]:

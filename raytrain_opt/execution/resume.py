@@ -104,7 +104,7 @@ def _check_named(job: Job, unfinished: Job, run_dir: str) -> None:
         raise JobError([Problem("resume", rule), *problems])
     is_finished = storage.read(run_dir, "result.json") is not None
     if changes_length:
-        epochs = read_lines(run_dir, "epochs.jsonl", EpochRecord)
+        epochs = read_lines(run_dir, EpochRecord)
         ran_out = is_finished and len(epochs) == (epochs[-1].epochs if epochs else 0)
         plans_epochs = unfinished.train_for is not None and not ran_out
         _check_length(job, len(epochs), run_dir, plans_epochs=plans_epochs)
@@ -175,7 +175,7 @@ def _settled_fields(job: Job, run_dir: str) -> dict[str, Any]:
     """Return the fields of the job as that run writes it: with the batch size that it found."""
     batch_size = job.global_batch_size
     if job.batch_size_search is not None:
-        record = read_record(run_dir, "batch_size.json", BatchSizeRecord)
+        record = read_record(run_dir, BatchSizeRecord)
         if record is not None:
             batch_size = record.batch_size_per_worker * job.workers.size
     return job_fields(settle(job, Placement.from_job(job), batch_size))
