@@ -45,7 +45,7 @@ from raytrain_opt.search.policy import (
     TryCandidates,
     is_finite,
 )
-from raytrain_opt.train.checkpoint import Checkpoint, find_damage, read_candidates, read_checkpoint
+from raytrain_opt.train.checkpoint import Checkpoint, read_candidates, read_checkpoint
 from raytrain_opt.train.pretrained import start_from_pretrained
 from raytrain_opt.train.state import TrainingState
 
@@ -212,20 +212,20 @@ class TrainingRun:
         self._save_partial(state)
 
     def _must_save(self) -> bool:
-        return self.stop.error is not None or self.checkpoints.is_due
+        return self.stop.error is not None or self.stop.saves or self.checkpoints.is_due
 
     def _losses(self, state: StateRef, action: TrainEpoch) -> EpochLosses:
         """Score the validation split where the policy asks for it or a plateau follows it."""
         follows_metric = self.job.learning_rate.follows_metric
         if not (follows_metric or action.scores):
             return EpochLosses(self._epoch.train_loss)
-        scored = self._score(state, "validation")
+        scored = self.score(state, "validation")
         if follows_metric:
             return EpochLosses(-scored.metric.score(scored.means[scored.metric.name]))
         self._raise_if_diverged(action.epoch, "validation", scored.loss, scored.failure)
         return EpochLosses(self._epoch.train_loss, scored.loss)
 
-    def _score(self, state: StateRef, split: Split) -> EvalTotals:
+    def score(self, state: StateRef, split: Split) -> EvalTotals:
         """Evaluate a split; a signal meanwhile saves the state."""
         try:
             with self._measure("evaluate"):
@@ -259,6 +259,7 @@ class TrainingRun:
     def _save_step(self, state: StateRef) -> None:
         """Begin to save the state between two steps of an epoch, unless the training is ruined."""
         self.checkpoints.interval.restart()
+        self.stop.saves = False
         starts_again = self._starts_again_after(self.progress.next_epoch)
         if self._epoch.steps.lrs and not (starts_again and self._is_ruined(state)):
             self._save_partial(state)
@@ -274,7 +275,7 @@ class TrainingRun:
         if skips or self._epoch.is_ruined:
             return
         self.terminal.phase(f"epoch {epoch}/{self.length.epochs or '?'}  evaluate")
-        self._epoch.test = test = self._score(state, "test")
+        self._epoch.test = test = self.score(state, "test")
         self._raise_if_diverged(epoch, "test", test.loss, test.failure)
         if test.predictions is not None:
             labels = self.info.class_labels
@@ -309,17 +310,6 @@ class TrainingRun:
             is_due = epoch % self.job.checkpoint.every_epochs == 0 or ends
             if is_due or is_best or self.stop.error is not None:
                 self._save(state, record.score, is_ruined=is_ruined)
-
-    def evaluate_best(self) -> dict[str, float]:
-        """Measure the set that is looked at once, with the weights of the best epoch."""
-        best = self.checkpoints.best
-        if not self.info.final_size or best is None:
-            return {}
-        if damage := find_damage(self.paths.checkpoints, best):
-            self.event_log.log("lost", best.epoch, f"the third set is not measured: {damage}")
-            return {}
-        state, _ = read_checkpoint(self.paths.checkpoints / best.folder)
-        return self._score(self.pools.states.put(f"best {best.folder}", state), "final").means
 
     def close(self) -> None:
         self.checkpoints.close()
