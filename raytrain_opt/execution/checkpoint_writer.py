@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from threading import Event
@@ -25,7 +26,9 @@ class Interval:
     """What is left of `checkpoint.every`, since the latest checkpoint was begun."""
 
     def __init__(self, section: CheckpointSection) -> None:
-        self._every_s, self._every_steps = section.every_s, section.every_steps
+        counts_steps = isinstance(section.every, int)
+        self._every_s = math.inf if counts_steps else section.every
+        self._every_steps = section.every if counts_steps else math.inf
         self.restart()
 
     def restart(self) -> None:
@@ -119,7 +122,7 @@ class CheckpointWriter:
         deadline_s, pause_s, attempts = monotonic_s() + self._limit_s, _FIRST_PAUSE_S, 1
         while True:
             try:
-                note = self._paths.publish()
+                self._paths.publish()
             except TakenOverError:
                 raise
             except StorageError as error:
@@ -128,7 +131,7 @@ class CheckpointWriter:
                 refusal = f"the storage refused {attempts} copies before one succeeded: {error}"
                 pause_s, attempts = min(2 * pause_s, _LONGEST_PAUSE_S), attempts + 1
             else:
-                self._notes += filter(None, [refusal, note])
+                self._notes += [refusal] if refusal else []
                 return
 
     def wait(self) -> None:

@@ -28,10 +28,9 @@ from raytrain_opt.recording.records import (
     best_epoch,
 )
 from raytrain_opt.report import try_write_report
-from raytrain_opt.report.plots import duration, percent, plain, rate
+from raytrain_opt.report.plots import duration, percent, rate
 from raytrain_opt.results import Metric
 from raytrain_opt.storage import join, write_text
-from raytrain_opt.terminal import print_summary
 from raytrain_opt.train.checkpoint import find_damage, read_checkpoint
 from raytrain_opt.train.trained_model import model_metadata
 from raytrain_opt.user_code import exits_as_errors
@@ -95,8 +94,8 @@ def finish(run: TrainingRun) -> RunResult:
     run.stop.progress(math.inf)
     run.checkpoints.publish()  # what the callbacks wrote
     run.terminal.advance(1.0)
-    name = (epochs[-1].metric or Metric()).name
-    print_summary(name, _rows(epochs), _facts(run, record, report))
+    for name, text in _facts(run, record, report):
+        run.terminal.note(f"{name:<12}  {text}")
     return RunResult(
         run_dir=run.paths.shown,
         test_metric=record.final.test_metric,
@@ -161,21 +160,8 @@ def _hardware(run: TrainingRun) -> Hardware:
     )
 
 
-def _rows(epochs: Sequence[EpochRecord]) -> list[tuple[str, ...]]:
-    return [
-        (
-            str(epoch.epoch),
-            rate(epoch.lr),
-            plain(epoch.train_loss),
-            _metric_text(epoch),
-            duration(epoch.duration_s),
-        )
-        for epoch in epochs
-    ]
-
-
 def _facts(run: TrainingRun, record: ResultRecord, report: str) -> list[tuple[str, str]]:
-    """Return name and text of each line below the table."""
+    """Return name and text of each line at the end."""
     run_dir, checkpoint = _shorten(run.paths.shown), run.checkpoints.latest
     cost = percent(record.search.fraction_of_training, 0)
     facts = [

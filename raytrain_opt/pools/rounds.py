@@ -47,8 +47,10 @@ class RoundProgress:
     @property
     def best(self) -> CandidateResult | None:
         """The result whose state the training may continue from, so far."""
-        ranked = self.action.ranked(self.results) if self.action.keeps_winner else []
-        return ranked[0] if ranked and ranked[0].status == "ok" else None
+        if not self.results or not self.action.keeps_winner:
+            return None
+        best = self.action.best(self.results)
+        return best if best.status == "ok" else None
 
     def with_states(self, states: Mapping[int, TrainingState], store: StateStore) -> RoundProgress:
         """Return the progress with these states, which a checkpoint had."""
