@@ -194,8 +194,8 @@ class WorkersSection(Section):
     one fits on the same device; on CPU, 0.6 of the CPUs per worker, at most 0.6."""
     threads: Annotated[PositiveInt, Field(le=1024)] | None = None
     """Compute threads of a worker on CPU; slots share as many. Default: OMP_NUM_THREADS on one
-    machine; else the idle cores of the node / count, or fewer if timed steps are as fast; on a Ray
-    that runs already, its cores / count. A resume keeps the number."""
+    machine; else the cores of the node / count, or fewer if timed steps are as fast; on a Ray that
+    runs already, its cores / count. A resume keeps the number."""
 
     @property
     def size(self) -> int:
