@@ -129,11 +129,6 @@ class RunPaths:
         """Name of the directory, which is unique."""
         return last_name(self.shown)
 
-    @property
-    def ray_storage(self) -> str:
-        """Storage path of Ray Train and Ray Tune, on this machine: no run needs it later."""
-        return str(self.local / RAY_FOLDER)
-
     def begin(self) -> None:
         """Show that the remote storage of a new run can be written. Raises StorageError."""
         if self._copy is not None:

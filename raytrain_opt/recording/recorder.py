@@ -25,7 +25,6 @@ from raytrain_opt.recording.records import (
 )
 from raytrain_opt.storage import append_lines, storage_errors, write_bytes, write_text
 
-_CANDIDATE_SCALARS = ("lr", "score", "val_metric", "val_loss", "train_loss")
 _EPOCH_SCALARS = ("lr", "train_loss", "samples_per_s")
 
 R = TypeVar("R", bound=Record)
@@ -53,24 +52,11 @@ class Recorder:
         """Append lines. A resumed run keeps all events and phases: they are its history."""
         append(self.paths.local, *records)
 
-    def round(self, record: RoundRecord, step: int) -> None:
-        """Write a line of rounds.jsonl, and the values of all candidates for TensorBoard."""
-        self.add(record)
-        scalars = {
-            f"round/candidate_{candidate.index}/{name}": getattr(candidate, name)
-            for candidate in record.candidates
-            for name in _CANDIDATE_SCALARS
-        }
-        scalars["round/next_base_lr"] = record.next_base_lr
-        self._tensorboard.scalars(step, scalars)
-
     def epoch(self, record: EpochRecord, step: int) -> None:
         """Write a line of epochs.jsonl, and the same values for TensorBoard."""
         self.add(record)
         scalars = {f"epoch/{name}": getattr(record, name) for name in _EPOCH_SCALARS}
         scalars |= {f"epoch/test_{name}": value for name, value in record.test_metrics.items()}
-        if record.staleness is not None:
-            scalars["epoch/staleness"] = record.staleness.mean
         self._tensorboard.scalars(step, scalars)
 
     def read(self, kind: type[R]) -> list[R]:

@@ -196,7 +196,6 @@ def _measure(
         timings_s=dict(zip(STEP_PARTS, part_s.tolist(), strict=True)),
         utilization_pct=top_half_mean(utilization),
         utilization_mean_pct=fmean(utilization),
-        utilization_samples=len(utilization),
         peak_memory_mib=_peak_memory_bytes(training.device) / _MIB,
         why=why,
     )
