@@ -65,7 +65,7 @@ def lr_at(policy: SchedulePolicy, step: float, *, steps: int, steps_per_epoch: i
 
 def warmup_lr(warmup: Warmup, initial: float, step: float, steps: int) -> float:
     """Return the rate of update number `step`, from 0, of a warm-up of `steps` to `initial`."""
-    start = warmup.start_lr(initial)
+    start = initial / 20 if warmup.lr is None else warmup.lr
     return start if warmup.shape == "constant" else start + (initial - start) * step / steps
 
 
