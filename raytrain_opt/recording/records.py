@@ -122,10 +122,7 @@ class RoundRecord(Record):
         search_on: Literal["slots", "workers"],
         timings_s: Mapping[str, float],
     ) -> RoundRecord:
-        """Return the record of a round.
-
-        `optimizers`: names of the job's. `search_on`: who trained the candidates.
-        """
+        """Return the record of a round. `optimizers`: names of the job's."""
         return cls(
             epoch=action.epoch,
             stage=action.stage,
