@@ -97,7 +97,7 @@ def _metric(run: RunRecords) -> Plot:
 def _candidate_lines(run: RunRecords, *, winners: bool) -> npt.NDArray[Any]:
     """Return (step, metric) before and after each pre-training [candidates, 3, 2].
 
-    The third point is NaN, where matplotlib ends a line; so is a metric that was not measured.
+    The third point is NaN, where matplotlib ends a line.
     """
     lines = []
     for record in _thin_out(run.rounds, _MAX_ROUNDS):

@@ -12,7 +12,7 @@ from shlex import quote
 from statistics import median
 
 from raytrain_opt.recording.records import RoundRecord, best_epoch
-from raytrain_opt.report.plots import count, duration, percent, plain, rate, times
+from raytrain_opt.report.plots import count, duration, percent, rate, times
 from raytrain_opt.report.run_reader import RunRecords
 
 
@@ -38,16 +38,9 @@ def tiles(run: RunRecords) -> list[tuple[str, str, str]]:
         ("Time", duration(run.wall_s), "since the start of the command"),
         ("Speed", f"{speed} /s", "samples, median over epochs"),
         ("Global batch size", count(batch_size), shares),
-        ("Learning rate", _lr_range(run), "lowest – highest"),
+        ("Learning rate", rate(run.epochs[-1].lr_peak if run.epochs else None), "highest"),
         ("Search cost", percent(cost, 0) if run.rounds else "none", "of the training's samples"),
     ]
-
-
-def _lr_range(run: RunRecords) -> str:
-    """Return the lowest and the highest learning rate of any step, without rates of 0."""
-    rates = [lr for epoch in run.schedule for lr in epoch.steps.lrs if lr > 0]
-    low, high = plain(min(rates, default=None), 3), plain(max(rates, default=None), 3)
-    return low if low == high else f"{low} – {high}"
 
 
 def sentences(run: RunRecords) -> Iterator[str]:

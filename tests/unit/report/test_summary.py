@@ -44,7 +44,7 @@ def test_the_main_numbers_and_the_cost_of_the_search_are_stated(run_dir: Path) -
         "Time": ["41.0 s", "since the start of the command"],
         "Speed": ["960 /s", "samples, median over epochs"],
         "Global batch size": ["64", "2 workers × 32"],
-        "Learning rate": ["0.1 – 0.12", "lowest – highest"],
+        "Learning rate": ["0.2", "highest"],
         "Search cost": ["75 %", "of the training's samples"],
     }
     assert text_of(run_dir).startswith(
