@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,14 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from raytrain_opt.config.error_messages import nearest
 from raytrain_opt.config.load import resolve_function
 from raytrain_opt.config.schema import ModelSection
-from raytrain_opt.config.section import Instance, is_function_name
+from raytrain_opt.config.section import is_function_name
 from raytrain_opt.errors import DataError, JobError, Problem, RaytrainOptError, origin
-from raytrain_opt.models.networks import (
-    BUILTIN_MODELS,
-    TORCHVISION_DEFAULTS,
-    model_names,
-    torchvision_names,
-)
+from raytrain_opt.models.networks import BUILTIN_MODELS, model_names, torchvision_names
 from raytrain_opt.random_state import preserve_random_state, seeded
 
 # Arguments that build_model itself passes to a constructor.
@@ -61,9 +57,6 @@ def check_model(section: ModelSection) -> list[Problem]:
     if name in BUILTIN_MODELS:
         args = {key: v for key, v in section.args.items() if key not in reserved}
         problems += _check_arguments(BUILTIN_MODELS[str(name)], args)
-    elif section.args.get("aux_logits") and name in TORCHVISION_DEFAULTS:
-        rule = "must be false: the loss takes one output, and this adds a second"
-        problems.append(Problem("model.args.aux_logits", rule, "true"))
     return problems
 
 
@@ -130,7 +123,7 @@ def build_model(
     _require_trainable(model, frozen=bool(section.freeze))
     if channels_last and len(sample_shape) == 3:
         model = model.to(memory_format=torch.channels_last)
-    return model.train()
+    return model.cpu().train()
 
 
 def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -154,7 +147,12 @@ def _construct(
         function = resolve_function(section.name, "model.name")
         return _call_user_function(function, section.args, data_args)
     name = str(section.name)
-    function = BUILTIN_MODELS.get(name) or _torchvision(name, sample_shape)
+    channels = "channels" if name in BUILTIN_MODELS else 3
+    if len(sample_shape) != 3 or channels not in ("channels", sample_shape[0]):
+        rule = f"{name} takes images [{channels}, height, width], these data have"
+        hint = f"Built-in models take any number of channels: {', '.join(model_names())}."
+        raise DataError("model.name", f"{rule} {list(sample_shape)}. {hint}")
+    function = BUILTIN_MODELS.get(name) or partial(_build_torchvision, name)
     try:
         model: nn.Module = function(**data_args, **section.args)
     except (RaytrainOptError, NotImplementedError):
@@ -164,20 +162,13 @@ def _construct(
     return model
 
 
-def _torchvision(name: str, sample_shape: tuple[int, ...]) -> Callable[..., Any]:
+def _build_torchvision(
+    name: str, *, num_classes: int, sample_shape: tuple[int, ...], **args: Any
+) -> nn.Module:
     from torchvision import models
 
-    if len(sample_shape) != 3 or sample_shape[0] != 3:
-        rule = f"torchvision's {name} takes color images [3, height, width]"
-        hint = f"Built-in models take any number of channels: {', '.join(model_names())}."
-        raise DataError("model.name", f"{rule}, these data have {list(sample_shape)}. {hint}")
-    builder = models.get_model_builder(name)
-    defaults = TORCHVISION_DEFAULTS.get(name, {})
-
-    def build(num_classes: int, sample_shape: tuple[int, ...], **args: Any) -> Any:
-        return builder(weights=None, num_classes=num_classes, **{**defaults, **args})
-
-    return build
+    model: nn.Module = models.get_model(name, weights=None, num_classes=num_classes, **args)
+    return model
 
 
 def _call_user_function(
@@ -189,8 +180,6 @@ def _call_user_function(
     accepted = {key: data_args[key] for key in _DATA_ARGUMENTS if key in keys}
     try:
         model = function(**{**accepted, **args})
-        if isinstance(function, Instance):
-            _require_cpu(model)
     except RaytrainOptError:
         raise
     except Exception as error:
@@ -201,12 +190,6 @@ def _call_user_function(
         name = getattr(function, "__qualname__", repr(function))
         raise JobError([Problem("model.name", rule, name)])
     return model
-
-
-def _require_cpu(model: Any) -> None:
-    if isinstance(model, nn.Module) and any(p.device.type != "cpu" for p in model.parameters()):
-        rule = "must be on the CPU: each worker moves its copy to its own device"
-        raise JobError([Problem("model.name", rule, hint="pass model.cpu()")])
 
 
 def _rejected(name: str, args: dict[str, Any], error: Exception) -> Problem:
