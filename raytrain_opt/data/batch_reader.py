@@ -28,13 +28,12 @@ from raytrain_opt.user_code import LOADER_SIGNAL, Stalled, exits_as_errors
 
 
 class BatchRequest(NamedTuple):
-    """The samples of a batch to load, and the keys of their random numbers.
+    """The samples of a batch to load.
 
-    `keys`: one per sample, else its index. `fetched`: files that only the training process can
-    read, one per sample.
+    `keys` of their random numbers: else the indices. `fetched`: contents of files that only the
+    training process can read.
     """
 
-    name: str
     split: SourceSplit
     purpose: Purpose
     epoch: int
@@ -59,16 +58,9 @@ class BatchReader(Dataset[Sample]):
     """The Dataset given to torch's DataLoader; its "indices" are one `BatchRequest`."""
 
     def __init__(
-        self,
-        source: SampleSource,
-        seed: int,
-        skip: bool,
-        policy: Policy | None = None,
+        self, source: SampleSource, seed: int, skip: bool, policy: Policy | None = None
     ) -> None:
-        self._source = source
-        self._seed = seed
-        self._skip = skip
-        self._policy = policy
+        self._source, self._seed, self._skip, self._policy = source, seed, skip, policy
         # Generators of the user's Datasets, and the split and epoch where they were looked for.
         self._generators = find_generators(source)
         self._searched: tuple[SourceSplit, int] | None = None
@@ -82,9 +74,7 @@ class BatchReader(Dataset[Sample]):
             return LoadedBatch((), 0, error)
 
     def _load(self, request: BatchRequest) -> LoadedBatch:
-        samples: list[Sample] = []
-        indices: list[int] = []
-        reason = ""
+        samples, indices, reason = list[Sample](), list[int](), ""
         augment = request.purpose is Purpose.TRAIN_SAMPLE
         keys = request.keys or request.indices
         contents = request.fetched or repeat(None, len(keys))
@@ -105,7 +95,7 @@ class BatchReader(Dataset[Sample]):
                     rule = "repair or remove it, or skip such samples: data.on_unreadable: skip"
                     raise DataError(self._source.field, f"{reason}; {rule}") from error
         if not samples:
-            rule = f"no sample of {request.name} can be read; the last: {reason}"
+            rule = f"no sample of a batch can be read; the last: {reason}"
             return LoadedBatch((), len(request.indices), DataError(self._source.field, rule))
         skipped = len(request.indices) - len(samples)
         content = self._source.collate(request.split, samples)

@@ -63,9 +63,8 @@ class DataLoaderData(TrainingData):
     def _read(self, epoch: int, parts: Iterator[MicroBatch]) -> Iterator[Batch]:
         def requests() -> Iterator[BatchRequest]:
             for part in parts:
-                name = f"a micro-batch of step {part.step}, epoch {epoch}"
-                samples, purpose = part.samples.tolist(), Purpose.TRAIN_SAMPLE
-                yield BatchRequest(name, "train", purpose, epoch, samples, part.keys.tolist())
+                samples, keys = part.samples.tolist(), part.keys.tolist()
+                yield BatchRequest("train", Purpose.TRAIN_SAMPLE, epoch, samples, keys)
 
         return self._batches(requests())
 
@@ -74,18 +73,16 @@ class DataLoaderData(TrainingData):
     ) -> Iterator[Batch]:
         """See `TrainingData.eval_batches`.
 
-        A user's Dataset applies its transforms to the validation split too, with the same
-        random numbers each time. A batch of which no sample can be read is passed over, unless
-        all are like that.
+        A user's Dataset transforms the validation split too, with the same random numbers each
+        time. A batch of which no sample can be read is passed over, unless all are like that.
         """
         source_split: SourceSplit = "train" if split == "validation" else split
         samples = self._rank_samples(split, rank, world_size)
 
         def requests() -> Iterator[BatchRequest]:
             for start in range(0, len(samples), batch_size):
-                name = f"batch {start // batch_size} of rank {rank} of the {split} split"
                 batch = samples[start : start + batch_size].tolist()
-                yield BatchRequest(name, source_split, _PURPOSES[source_split], 0, batch)
+                yield BatchRequest(source_split, _PURPOSES[source_split], 0, batch)
 
         return self._batches(requests(), evaluation=True)
 
@@ -97,13 +94,11 @@ class DataLoaderData(TrainingData):
         loaded = self._read_here(split, indices)
         if loaded.error is not None:
             raise loaded.error
-        if loaded.skipped:
-            indices = [i for i in indices if self._read_here(split, [i]).error is None]
-        return self._to_device(self._read_here(split, (indices * count)[:count]))
+        readable = [*loaded.indices] * count
+        return self._to_device(self._read_here(split, readable[:count]))
 
     def _read_here(self, split: SourceSplit, samples: list[int]) -> LoadedBatch:
-        """Read samples in this process."""
-        request = BatchRequest(f"the {split} set", split, _PURPOSES[split], 0, samples)
+        request = BatchRequest(split, _PURPOSES[split], 0, samples)
         return self._reader.__getitems__([request])
 
     def close(self) -> None:
@@ -161,8 +156,7 @@ class _ReusedLoader:
     """
 
     def __init__(self, section: LoaderSection, reader: BatchReader, device: torch.device) -> None:
-        self._reader, self._device = reader, device
-        self._sampler = _RequestSampler()
+        self._reader, self._device, self._sampler = reader, device, _RequestSampler()
         self._loader: DataLoader[Any] | None = None
         self._batches: Iterator[Any] | None = None
         self._phase = 0
