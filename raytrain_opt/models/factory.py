@@ -123,7 +123,7 @@ def build_model(
     _require_trainable(model, frozen=bool(section.freeze))
     if channels_last and len(sample_shape) == 3:
         model = model.to(memory_format=torch.channels_last)
-    return model.cpu().train()
+    return model.train()
 
 
 def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -180,6 +180,7 @@ def _call_user_function(
     accepted = {key: data_args[key] for key in _DATA_ARGUMENTS if key in keys}
     try:
         model = function(**{**accepted, **args})
+        model = model.cpu() if isinstance(model, nn.Module) else model
     except RaytrainOptError:
         raise
     except Exception as error:

@@ -651,7 +651,7 @@ GOOD = (torch.zeros(2), 0)
             dataset_section(lambda: (Endless(), Fixed(GOOD))),
             "the train set of .* is an IterableDataset, .*wrap list",
         ),
-        (dataset_section(lambda: (Fixed(GOOD), Fixed())), "the test set of .* is empty"),
+        (dataset_section(lambda: (Fixed(GOOD), Fixed())), "the test set of .*, and not empty"),
         (
             dataset_section(failing),
             r"raised KeyError: 'weather' \(at .*test_loader\.py:\d+ in failing\)",
@@ -662,7 +662,7 @@ GOOD = (torch.zeros(2), 0)
             r"sample 0 of the train set of .*must be a pair \(x, label\), not int",
         ),
         (samples_section((Image.new("L", (2, 2)), 0)), r"x is PIL\.Image\.Image.*PILToTensor"),
-        (samples_section((torch.zeros(2), "cat")), "its label is 'cat' .*integer class index"),
+        (samples_section((torch.zeros(2), "cat")), "its label is 'cat' .*integer below"),
         (
             dataset_section(args={"train_broken": [0]}),
             "sample 0 of the train .*disk block 0 is bad",
@@ -679,8 +679,11 @@ def test_wrong_datasets_are_errors_when_opened(section: DatasetData, message: st
 @pytest.mark.parametrize(
     ("sample", "message"),
     [
-        ((torch.zeros(2), 3), "sample 1 of the test .*label is 3, outside 0 to 2"),
-        ((torch.zeros(2), -1), "label is -1, outside 0 to 2"),
+        (
+            (torch.zeros(2), 3),
+            "sample 1 of the test .*label is 3 .* integer below 3",
+        ),
+        ((torch.zeros(2), -1), "label is -1 .int.; it must be an integer below 3"),
         ((torch.zeros(3), 0), r"it is \(torch.float32 \[3\], int\) but .*first .*float32 \[2\]"),
     ],
 )
