@@ -167,7 +167,7 @@ class TrainingData(ABC):
     ) -> None:
         from raytrain_opt.data import transforms  # not at the top: the driver needs no torch
 
-        self.source, self._seed = source, seed
+        self.source, self._seed, self._device = source, seed, device
         self._split = _split(source, section, hold_out, seed)
         self._sets = {
             "test": np.arange(source.size("test")),
@@ -192,6 +192,11 @@ class TrainingData(ABC):
             preprocessing=preprocessing,
             notes=source.notes,
         )
+        self._open(section)
+
+    @abstractmethod
+    def _open(self, section: Any) -> None:
+        """Prepare to read samples as the data section says. Raises DataError."""
 
     def train_batches(
         self,

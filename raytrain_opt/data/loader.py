@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from raytrain_opt.config.data import HoldOut, LoaderSection
+from raytrain_opt.config.data import LoaderSection
 from raytrain_opt.data.base import Batch, SourceSplit, TrainingData
 from raytrain_opt.data.batch_reader import BatchReader, BatchRequest, LoadedBatch, keep_batch
 from raytrain_opt.data.nesting import map_leaves
@@ -45,20 +45,10 @@ class DataLoaderData(TrainingData):
 
     source: SampleSource
 
-    def __init__(
-        self,
-        source: SampleSource,
-        section: LoaderSection,
-        hold_out: HoldOut,
-        seed: int,
-        device: torch.device,
-        channels_last: bool,
-    ) -> None:
-        super().__init__(source, section, hold_out, seed, device, channels_last)
-        self._device = device
+    def _open(self, section: LoaderSection) -> None:
         skip = section.on_unreadable == "skip"
-        self._reader = BatchReader(source, seed, skip, self._policy)
-        self._loader = _ReusedLoader(section, self._reader, device)
+        self._reader = BatchReader(self.source, self._seed, skip, self._policy)
+        self._loader = _ReusedLoader(section, self._reader, self._device)
 
     def _read(self, epoch: int, parts: Iterator[MicroBatch]) -> Iterator[Batch]:
         def requests() -> Iterator[BatchRequest]:

@@ -5,15 +5,13 @@
               block halves the resolution
     head      average over all positions, linear layer
 
-torchvision's ImageNet form has a 7x7 stem of stride 2 and a max-pool instead, which would leave
-one position of a 32x32 image; here the last of four stages sees 4x4.
 Source: He, Zhang, Ren and Sun, Deep Residual Learning for Image Recognition, CVPR 2016. The
-bottleneck halves the resolution in its 3x3 convolution (often called v1.5), as torchvision's
-does. Parameter counts below are for 10 classes and 3 channels.
+bottleneck halves the resolution in its 3x3 convolution, as torchvision's does. Parameter counts
+below are for 10 classes and 3 channels.
 
 VGG16 is the one of Serizawa and Tatebe on automatic optimization of the mini-batch size, after
 Simonyan and Zisserman, Very Deep Convolutional Networks for Large-Scale Image Recognition, ICLR
-2015. `small_cnn` trains in seconds on a CPU: for 8x8 digits, examples and tests.
+2015. `small_cnn` is for 8x8 digits, examples and tests.
 """
 
 from __future__ import annotations
@@ -149,8 +147,7 @@ def small_cnn(
     """Build three 3x3 convolutions with batch norm and relu, an average and a linear layer.
 
     Widths `width`, 2 `width` (which halves the resolution) and 2 `width`; 56,554 parameters for
-    10 classes and one channel. Input [N, C, H, W] of any size, output [N, num_classes].
-    It is not from a paper.
+    10 classes and one channel. Input [N, C, H, W] of any size.
     """
     classifier = nn.Linear(2 * width, num_classes)
     model = nn.Sequential(

@@ -448,8 +448,11 @@ def test_files_are_found_from_any_folder(
         ("file,label,split\nval/cat/0.png,tom,train\n", "has no file of split test"),
         (f"file,label,split\n{ROWS}val/cat/0.png\n", "line 5 has 1 values, but .* 3 columns"),
         (f"file,label,split\n{ROWS}\udce9.png,tom,train\n", "line 5 is not UTF-8 text"),
-        ("", "is empty"),
-        (f"file,label,split,label\n{ROWS}", "has several columns label"),
+        ("", "must name its columns in the first line, each once"),
+        (
+            f"file,label,split,label\n{ROWS}",
+            "must name its columns .*once, not .*split",
+        ),
         (f'file,label,split\n"{ROWS}', "line 2 begins a quote that never ends"),
         (f'file,label,split\n{ROWS}"val/cat/0.png"1,tom,test\n', "line 5 begins a quote that"),
         (f"file,label,split\n{ROWS}../x.png,tom,train\n", r"line 5: \.\./x.png is not below"),
