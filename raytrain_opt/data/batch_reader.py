@@ -43,10 +43,7 @@ class BatchRequest(NamedTuple):
 
 
 class LoadedBatch(NamedTuple):
-    """A batch as it comes from a loader process; the content is empty when there is an error.
-
-    With `skipped` samples the error is that none of the batch can be read.
-    """
+    """A batch as it comes from a loader process; with `skipped`, an error is that none is readable."""
 
     content: Any
     skipped: int

@@ -81,10 +81,7 @@ _SYSTEM_FOLDERS = ("__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN", "lost+found
 
 
 class ImageFolderSource(ImageSource):
-    """Images of two folders as uint8 [image_size, image_size, 3]; grayscale becomes RGB.
-
-    Raises DataError: a folder, a class in one of them or a file of the CSV file is missing.
-    """
+    """Images of two folders or of a CSV file. Raises DataError for what is missing."""
 
     field = "data.root"
 

@@ -1,8 +1,4 @@
-"""Training data in memory: each batch is gathered, cropped and normalized as one tensor.
-
-There are no loader processes: for small images, starting and feeding them costs more than the
-work itself.
-"""
+"""Training data in memory: each batch is gathered, cropped and normalized as one tensor."""
 
 from __future__ import annotations
 

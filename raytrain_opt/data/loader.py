@@ -140,10 +140,7 @@ def _fetched(source: SampleSource, requests: Iterator[BatchRequest]) -> Iterator
 
 
 class _ReusedLoader:
-    """One DataLoader for all phases; each phase (training or evaluation) has its own requests.
-
-    The loader processes, and what the Datasets cache in them, live from phase to phase.
-    """
+    """One DataLoader, whose processes live on, for all phases; each phase has its own requests."""
 
     def __init__(self, section: LoaderSection, reader: BatchReader, device: torch.device) -> None:
         self._reader, self._device, self._sampler = reader, device, _RequestSampler()
@@ -212,10 +209,7 @@ class _ReusedLoader:
 
 @contextmanager
 def _sigchld_handler_kept() -> Iterator[None]:
-    """Keep the DataLoader from a signal handler that raises in the main thread, whatever it does.
-
-    The DataLoader itself looks at its processes every few seconds while it waits for a batch.
-    """
+    """Keep the DataLoader from a signal handler that raises in the main thread, whatever it does."""
     handler = signal.getsignal(signal.SIGCHLD)
     try:
         yield

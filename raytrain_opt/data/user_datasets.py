@@ -89,8 +89,8 @@ class UserDatasetSource(SampleSource):
         if (described := _describe(sample)) != self._expected:
             rule = (
                 f"it is {described} but the first training sample is {self._expected}; all must "
-                "be the same, e.g. by a resize in the Dataset, or data.collate pads them"
             )
+            rule += "be the same, e.g. by a resize in the Dataset, or data.collate pads them"
             raise self._error(split, index, rule)
         if not self.has_pairs:
             return sample
@@ -98,10 +98,7 @@ class UserDatasetSource(SampleSource):
         return (x.permute(1, 2, 0).contiguous() if self.is_image else x), label
 
     def collate(self, split: SourceSplit, samples: list[Sample]) -> Any:
-        """Return the batch of the samples: stacked, or by the user's function, checked.
-
-        In it arrays become tensors and float64 becomes float32. Raises DataError.
-        """
+        """Return the batch of the samples: stacked, or by the user's function, as tensors."""
         collate = self._collate if split == "train" else self._collate_test
         if collate is None:
             return super().collate(split, samples)
