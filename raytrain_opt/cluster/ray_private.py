@@ -12,7 +12,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -75,12 +75,10 @@ def root_cause(error: BaseException) -> tuple[int | None, BaseException]:
 def as_local_node(limit_s: float) -> Iterator[None]:
     """Let a Ray that is started inside the block serve this machine alone.
 
-    It is reachable from this machine only. Ray listens on all interfaces unless its node's address
-    is 127.0.0.1, and accepts that address only where it supports no clusters (Windows and macOS):
-    `ENABLE_RAY_CLUSTER` is that switch. Signals to the driver's process group do not reach it:
-    `timeout`, Slurm and systemd send SIGTERM to all processes at once, and without Ray's control
-    service the driver could neither end its pools nor itself. It has no API server, which would
-    only send statistics of use to Ray's developers. It may take `limit_s` to start, not only 30 s.
+    Ray listens on all interfaces unless its node's address is 127.0.0.1, and accepts that address
+    only where it supports no clusters: `ENABLE_RAY_CLUSTER` is that switch. Signals to the
+    driver's process group (of `timeout`, Slurm and systemd) do not reach it: the driver ends its
+    pools by Ray's control service. It has no API server, and may take `limit_s` to start.
     """
     get_node: Any = services.get_node
 
@@ -106,9 +104,8 @@ def as_local_node(limit_s: float) -> Iterator[None]:
 def with_python_path(entries: Sequence[str]) -> JobConfig:
     """Return the configuration of a job whose processes import from these folders, too.
 
-    They have a driver's script folder, working directory and PYTHONPATH, but not what a script
-    added to `sys.path`. Ray puts each folder before the ones before it, so they go last to first,
-    and without those that every interpreter has: a folder of packages must not come before it.
+    Such as those that a script added to `sys.path`. Ray puts each folder before the ones before
+    it, so they go last to first, and without those that every interpreter has.
     """
     everywhere = {sysconfig.get_path(n) for n in ("stdlib", "platstdlib", "purelib", "platlib")}
     own = [e for e in map(os.path.abspath, entries) if e not in everywhere and os.path.isdir(e)]
@@ -161,8 +158,11 @@ def ended_processes() -> list[str]:
 def start_processes_with(program: str) -> AbstractContextManager[None]:
     """Let a Ray that is started inside the block run `program` in place of `setup_worker.py`.
 
-    Ray joins the name of that file to a folder, so an absolute path replaces both.
+    Ray joins the name of that file to a folder, so an absolute path replaces both. Should Ray
+    rename it, its processes start as on a cluster.
     """
+    if not hasattr(ray_constants, "SETUP_WORKER_FILENAME"):
+        return nullcontext()
     return _replaced(ray_constants, "SETUP_WORKER_FILENAME", program)
 
 
@@ -223,6 +223,14 @@ def available_resources_per_node() -> dict[str, dict[str, float]]:
 
     free: dict[str, dict[str, float]] = state.available_resources_per_node()  # type: ignore[no-untyped-call]
     return free
+
+
+@client_mode_wrap  # type: ignore[untyped-decorator, unused-ignore]
+def draining_nodes() -> set[str]:
+    """Return the identities of the nodes that will be taken away."""
+    from ray._private.state import state
+
+    return set(state.get_draining_nodes())
 
 
 def _hex(identity: bytes) -> str:

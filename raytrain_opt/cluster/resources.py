@@ -1,14 +1,12 @@
-"""Which Ray resources the two pools ask for, and whether the cluster has them. Pure.
+"""Plan which Ray resources workers and slots ask for; wait until the cluster has them.
 
-The pools take turns, so a worker and a slot use the same GPU or CPU: a worker asks for 0.6 of it,
-a slot for 0.4. More than half, so that two workers never land on one GPU (NCCL fails). Without
-slots, a worker asks for a complete GPU.
-
-A job that does not fit yet waits for other jobs, and for nodes that are on their way.
+Workers and slots take turns on the same GPU or CPU: a worker asks for 0.6 of it, a slot for 0.4.
+More than half, so that two workers never land on one GPU (NCCL fails). Without slots, a worker
+asks for a complete GPU.
 
 Ray has no call that says whether nodes can still join. `ray up` leaves its file on the head, where
-drivers run: as long as the cluster has fewer nodes than the file allows, more may join. KubeRay
-leaves an environment variable. Without either, a job that does not fit is refused at once.
+drivers run, and KubeRay an environment variable. Without either, a job that does not fit is
+refused at once.
 """
 
 from __future__ import annotations
@@ -27,9 +25,11 @@ import yaml
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.cluster.connection import alive_nodes, free_resources, total_resources
 from raytrain_opt.config.schema import Job, WorkersSection
-from raytrain_opt.errors import ResourcesError
+from raytrain_opt.errors import JobError, Problem, ResourcesError
 
 WORKER_FRACTION, SLOT_FRACTION = 0.6, 0.4
+# A call costs the mailbox up to 1 ms, so a command to as many takes a quarter of a second.
+_MAX_ASYNCHRONOUS = 256
 _EPSILON = 1e-6  # sums of fractions are not exact
 
 Resources = dict[str, float]
@@ -47,7 +47,6 @@ class PoolPlan:
     slot_resources: Resources = field(default_factory=dict)
     slots_per_node: int = 0
     workers_per_node: int = 1  # placed, on the node with most of them
-    notes: tuple[str, ...] = ()
 
 
 def plan_pools(job: Job, candidates: int, nodes: Sequence[Mapping[str, float]]) -> PoolPlan:
@@ -71,15 +70,11 @@ def plan_pools(job: Job, candidates: int, nodes: Sequence[Mapping[str, float]]) 
             "slots.resources or workers.resources, for fewer workers, or use "
             "learning_rate.search_on: workers."
         )
-    waves = math.ceil(candidates / placed)
-    slots_text = "1 slot" if placed == 1 else f"{placed} slots"
-    note = f"{candidates} candidates run in {waves} waves over {slots_text}"
     return replace(
         plan,
         slots=placed,
         slot_resources=slot,
         slots_per_node=math.ceil(placed / len(free)),
-        notes=(note,) if waves > 1 else (),
     )
 
 
@@ -87,9 +82,13 @@ def _plan_workers(
     job: Job, nodes: Sequence[Mapping[str, float]], gpu: float
 ) -> tuple[PoolPlan, list[_Node]]:
     """Plan the workers, by default with this part of a GPU each; also return what is left."""
-    workers = job.workers
+    workers, is_async = job.workers, not job.parallel.common_steps
     use_gpu = _use_gpu(workers, nodes)
     count = _worker_count(job, nodes, use_gpu=use_gpu)
+    if is_async and count > _MAX_ASYNCHRONOUS:
+        rule = f"at most {_MAX_ASYNCHRONOUS} with async, each of which calls the mailbox"
+        hint = "use fewer workers, or parallel.mode: sync, whose first worker speaks for all"
+        raise JobError([Problem("workers.count", rule, str(count), hint)])
     worker = dict(workers.resources or _default(count, nodes, use_gpu, WORKER_FRACTION, gpu))
     _require_gpu("workers.resources", worker, use_gpu)
     free = [_Node(node) for node in nodes]
@@ -100,7 +99,7 @@ def _plan_workers(
             f"room for {len(placed)} on {_describe(nodes)}. Ask for fewer workers, for less in "
             "workers.resources, or add nodes."
         )
-    if use_gpu and job.parallel.common_steps and len(set(placed)) < len(placed):
+    if use_gpu and not is_async and len(set(placed)) < len(placed):
         raise ResourcesError(
             f"workers.resources: {_text(worker)} lets several workers use one GPU, and NCCL needs "
             "a GPU for each. Ask for more than 0.5 GPU, for fewer workers, or use "

@@ -7,11 +7,14 @@ have fewer samples; the sizes of its micro-batches differ by one at most.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -43,20 +46,26 @@ class Batch:
 
     x [samples, ...]: float32; uint8 images as [N, C, H, W], normalized. y [samples]: int64 class
     indices. For a user's task, x is the nesting of tensors that its samples have, and y is None.
-    `skipped`: unreadable samples left out. `relative_size`: number of samples over the mean of the
-    step's micro-batches. `indices`: numbers of the samples, where they were read one at a time.
+    `skipped`: unreadable samples left out. Of mixed samples, `weight` belongs to y and the rest to
+    `other_y`. `relative_size`: number of samples over the mean of the step's micro-batches.
+    `indices`: numbers of the samples, where they were read one at a time.
     """
 
     x: Any
     y: Any
     skipped: int = 0
+    other_y: torch.Tensor | None = None
+    weight: float = 1.0
     relative_size: float = 1.0
     indices: Sequence[int] | None = None
 
     @property
     def content(self) -> Any:
-        """What a task gets: x and y, or the nesting."""
-        return self.x if self.y is None else (self.x, self.y)
+        """What a task gets: x and y, of mixed samples other_y and weight too; or the nesting."""
+        if self.y is None:
+            return self.x
+        pair = (self.x, self.y)
+        return pair if self.other_y is None else (*pair, self.other_y, self.weight)
 
     @property
     def size(self) -> int:
@@ -126,6 +135,7 @@ class DataSource(ABC):
     is_cropped: ClassVar[bool] = False
     class_names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    example: Any = None
     lengths: Indices | None = None
     window: int = 1
 
@@ -175,7 +185,9 @@ class TrainingData(ABC):
             "validation": self._split.validation,
         }
         shape = source.sample_shape
-        self._policy = transforms.make_policy(section.augment.policy, shape, source.is_image)
+        self._augment = transforms.Augmentation(
+            section.augment, seed, shape, is_uint8=source.is_image
+        )
         auto = source.mean_std(self._split.training) if section.normalize == "auto" else None
         preprocessing = transforms.resolve_preprocessing(
             section.normalize, shape, source.is_image, auto, center_crop=source.is_cropped
@@ -228,11 +240,13 @@ class TrainingData(ABC):
                 yield taken[-1]
 
         for batch in self._read(epoch, parts()):
-            yield replace(batch, relative_size=taken.popleft().relative_size)
+            part = taken.popleft()
+            batch = replace(batch, relative_size=part.relative_size)
+            yield self._augment(batch, epoch, part.step, part.rows)
 
     @abstractmethod
     def _read(self, epoch: int, parts: Iterator[sampling.MicroBatch]) -> Iterator[Batch]:
-        """Yield the batch of each micro-batch, in their order."""
+        """Yield the batch of each micro-batch, before what changes complete batches."""
 
     @abstractmethod
     def eval_batches(
@@ -322,6 +336,11 @@ def count_classes(
     return tuple(counts.tolist())
 
 
+# Samples whose contents are compared: a second where a file system takes a millisecond for each.
+_SAMPLED = 1000
+_EXCERPT = 1024  # bytes
+
+
 @dataclass(frozen=True)
 class DataFingerprint:
     """Classes, sizes, and a digest of what else the source of the samples tells cheaply."""
@@ -354,6 +373,23 @@ class DataFingerprint:
         what = first_of(changes) or "samples, their labels, their names or their order"
         rule = f"changed since the checkpoint: {what}; put the data back as they were, or start a "
         raise DataError("data", f"{rule}new run from the weights (model.weights: RUN_DIR)")
+
+
+def spread(count: int, of: int = _SAMPLED) -> range:
+    """Return at most about `of` of the numbers below `count`, evenly spread."""
+    return range(0, count, 1 + count // of)
+
+
+def excerpt(path: str | Path, start: int = 0, size: int | None = None) -> bytes:
+    """Return the middle and the end of a file or of a part of it; nothing if it cannot be read.
+
+    They differ between compressed images, whose beginnings do not.
+    """
+    with suppress(OSError), open(path, "rb") as file:
+        length = os.fstat(file.fileno()).st_size if size is None else size
+        parts = (start + length // 2, start + max(0, length - _EXCERPT))
+        return b"".join(os.pread(file.fileno(), _EXCERPT, part) for part in parts)
+    return b""
 
 
 def digest(parts: Iterable[bytes | memoryview]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from threading import Event
 
@@ -24,7 +26,9 @@ class Interval:
     """What is left of `checkpoint.every`, since the latest checkpoint was begun."""
 
     def __init__(self, section: CheckpointSection) -> None:
-        self._every_s, self._every_steps = section.every_s, section.every_steps
+        counts_steps = isinstance(section.every, int)
+        self._every_s = math.inf if counts_steps else section.every
+        self._every_steps = section.every if counts_steps else math.inf
         self.restart()
 
     def restart(self) -> None:
@@ -78,9 +82,13 @@ class CheckpointWriter:
         return best_of(self._checkpoints.saved)
 
     def save(
-        self, state: TrainingState, progress: RunProgress, score: float | None = None
+        self,
+        state: TrainingState,
+        progress: RunProgress,
+        score: float | None = None,
+        candidates: Mapping[int, TrainingState] | None = None,
     ) -> None:
-        """Begin to save the run as far as it has come.
+        """Begin to save the run as far as it has come, with states of a round in progress.
 
         Waits for the save before; raises StorageError if that one failed, DivergedError if its
         state was not finite. `state` must not change until the save is complete. Does nothing if
@@ -88,10 +96,11 @@ class CheckpointWriter:
         """
         self.wait()
         self.interval.restart()
-        if progress.reached == self._reached:
+        point = progress.reached
+        if point == self._reached:
             return
-        self._reached = epoch, rounds, steps, candidates = progress.reached
-        self._epoch = epoch
+        self._reached = point
+        self._epoch = epoch = point.epoch
 
         def write() -> None:
             tensor = state.first_not_finite()
@@ -102,8 +111,7 @@ class CheckpointWriter:
                 )
             # The records must never be behind the checkpoint: a resume truncates, not adds.
             self._paths.sync_records()
-            parts = {"rounds": rounds, "steps": steps, "candidates": candidates}
-            self._checkpoints.save(epoch, state, progress.to_json(), score, **parts)
+            self._checkpoints.save(point, state, progress.to_json(), score, candidates)
             self.publish()
 
         self._pending = start_thread(write)

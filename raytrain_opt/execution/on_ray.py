@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import ray
 from ray import cloudpickle
 
-from raytrain_opt.cluster.connection import check_address, ray_session
+from raytrain_opt.cluster.connection import check_address, ray_session, watch_preemption
 from raytrain_opt.cluster.ray_private import log_folder
 from raytrain_opt.cluster.resources import PoolPlan, plan_when_there_is_room
 from raytrain_opt.config.schema import Job, TimeoutsSection
@@ -35,7 +35,7 @@ from raytrain_opt.execution.workspace import Frontend, Workspace
 from raytrain_opt.pools.launcher import environment
 from raytrain_opt.pools.protocol import Pools
 from raytrain_opt.storage import join
-from raytrain_opt.threads import Cores, start_thread
+from raytrain_opt.threads import choose_threads, start_thread
 from raytrain_opt.train.learner_config import OBJECT_SECTIONS
 
 if TYPE_CHECKING:
@@ -67,6 +67,13 @@ def open_on_ray(
         variables = environment(local=True, start_s=limits.start_s)
         session = ray_session(address, verbose=verbose, environment=variables)
         backend.owns_ray = stack.enter_context(_bounded(session, stop, limits))
+        if not backend.owns_ray:
+
+            def on_notice(text: str) -> None:
+                terminal.note(text)
+                stop.saves = True
+
+            stack.enter_context(watch_preemption(on_notice))
         frontend.startup.mark("ray_connected_s")
         yield backend
 
@@ -107,8 +114,6 @@ class RayBackend:
         self._shared_refs: list[Any] | None = None
         self._choose_threads: ChooseThreads | None = None  # until the placement
         self.reading = start_thread(self._read)
-        # Ray's start uses all cores for seconds.
-        self._cores = Cores.measure() if job.workers.threads is None else None
 
     def _read(self) -> Facts:
         """Check the job, read its data, and import what the run needs next."""
@@ -135,15 +140,13 @@ class RayBackend:
         job, note = self._job, self._frontend.terminal.note
         candidates = job.learning_rate.max_candidates if search else 0
         self.plan = plan = plan_when_there_is_room(job, candidates, note)
-        for text in plan.notes:
-            note(text)
         threads = job.workers.threads
-        if self._cores is not None and self.owns_ray and not plan.use_gpu:
+        if threads is None and self.owns_ray and not plan.use_gpu:
             fastest, batch_size = None, job.global_batch_size // plan.workers
             # A batch that is to be searched is measured with these threads.
             if self._choose_threads is not None and job.batch_size_search is None:
                 fastest = partial(self._choose_threads, max(1, batch_size))
-            threads = self._cores.choose(plan.workers_per_node, note, fastest)
+            threads = choose_threads(plan.workers_per_node, note, fastest)
         self._choose_threads = None
         return Placement(plan.workers, threads)
 

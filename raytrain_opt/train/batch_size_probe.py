@@ -27,7 +27,7 @@ from raytrain_opt.monitoring import (
     top_half_mean,
     watch_utilization,
 )
-from raytrain_opt.optim.averaging import use_training_weights
+from raytrain_opt.optim.averaging import use_weights
 from raytrain_opt.optim.update import update_weights
 from raytrain_opt.results import Probe
 from raytrain_opt.train.learner import Learner
@@ -122,7 +122,7 @@ def measure(
     """
     try:
         with _preserve(training):
-            use_training_weights(training.optimizer)
+            use_weights(training.optimizer, training=True)
             return _measure(training, batch_size, section, sampler, steps_factor)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):

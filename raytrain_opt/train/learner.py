@@ -139,7 +139,7 @@ class Learner:
     def _use_optimizer(self, index: int) -> None:
         """Let another optimizer of the job continue, without a memory of earlier steps."""
         if index != self._optimizer_index:
-            averaging.use_training_weights(self.optimizer)
+            averaging.use_weights(self.optimizer, training=True)
             self._build_optimizer(index)
 
     def _build_optimizer(self, index: int) -> None:
@@ -211,7 +211,7 @@ class Learner:
 
         With averaging, the model has the averaged weights until the phase advances.
         """
-        averaging.use_averaged_weights(self.optimizer)
+        averaging.use_weights(self.optimizer, training=False)
         totals = self._phase.take_totals()
         self._steps = self._steps.after(totals.steps)
         return totals
@@ -224,7 +224,7 @@ class Learner:
         return totals
 
     def _use_training_mode(self) -> None:
-        averaging.use_training_weights(self.optimizer)
+        averaging.use_weights(self.optimizer, training=True)
         self.parallel.forward.train()
 
     def _compare_ranks_early(self) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from raytrain_opt.cluster.resources import PoolPlan, plan_pools
 from raytrain_opt.config.schema import Job
-from raytrain_opt.errors import ResourcesError
+from raytrain_opt.errors import JobError, ResourcesError
 
 LAPTOP = {"CPU": 2.0, "memory": 8e9}
 ONE_GPU = {"CPU": 16.0, "GPU": 1.0}
@@ -39,7 +39,7 @@ def plan(
     return plan_pools(job, candidates, nodes)
 
 
-def test_quickstart_on_two_cores_runs_in_two_waves() -> None:
+def test_quickstart_on_two_cores_has_two_slots() -> None:
     pool_plan = plan(LAPTOP)
     assert pool_plan.worker_resources == {"CPU": 0.6}
     assert pool_plan.slot_resources == {"CPU": 0.4}
@@ -49,7 +49,6 @@ def test_quickstart_on_two_cores_runs_in_two_waves() -> None:
         2,
         False,
     )
-    assert pool_plan.notes == ("4 candidates run in 2 waves over 2 slots",)
 
 
 def test_on_one_core_the_fractions_shrink_so_that_both_pools_fit() -> None:
@@ -59,20 +58,11 @@ def test_on_one_core_the_fractions_shrink_so_that_both_pools_fit() -> None:
     assert pool_plan.slots >= 1
 
 
-@pytest.mark.parametrize(
-    ("count", "slots", "notes"),
-    [
-        (None, 4, ()),
-        (1, 1, ("4 candidates run in 4 waves over 1 slot",)),
-        (3, 3, ("4 candidates run in 2 waves over 3 slots",)),  # waves are counted up
-        (9, 4, ()),
-    ],
-)
+@pytest.mark.parametrize(("count", "slots"), [(None, 4), (1, 1), (3, 3), (9, 4)])
 def test_with_room_for_all_there_is_a_slot_for_each_candidate_up_to_the_given_count(
-    count: int | None, slots: int, notes: tuple[str, ...]
+    count: int | None, slots: int
 ) -> None:
-    pool_plan = plan({"CPU": 16.0}, slots={"count": count})
-    assert (pool_plan.slots, pool_plan.notes) == (slots, notes)
+    assert plan({"CPU": 16.0}, slots={"count": count}).slots == slots
 
 
 # GPUs are devices: a fraction comes from one of them.
@@ -161,6 +151,16 @@ def test_a_group_that_may_be_smaller_starts_with_what_there_is() -> None:
     assert (pool_plan.workers, pool_plan.placed_workers) == (4, 2)
     with pytest.raises(ResourcesError, match="room for 2"):
         plan(LAPTOP, candidates=0, workers=elastic(3))
+
+
+def test_many_asynchronous_workers_are_refused_with_the_reason() -> None:
+    job: dict[str, Any] = {"model": "small_cnn", "data": "digits", "epochs": 1}
+    job["global_batch_size"] = 514
+    job |= {"workers": {"count": 257}}
+    many = Job.model_validate({**job, "parallel": {"mode": "async"}})
+    with pytest.raises(JobError, match=r"workers\.count: at most 256 with async, each of which"):
+        plan_pools(many, 0, [{"CPU": 1000.0}])
+    assert plan_pools(Job.model_validate(job), 0, [{"CPU": 1000.0}]).workers == 257
 
 
 # Without slots.
