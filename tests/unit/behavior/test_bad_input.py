@@ -132,7 +132,7 @@ MISMATCHES = [
     (
         "data: 'tests.support.broken_parts:without_classes'",
         "data.num_classes",
-        "give the Dataset one of them, or the job data.num_classes",
+        "give the job data.num_classes",
     ),
     (
         f"model: 'tests.support.broken_parts:two_outputs'\n{SETS}points'}}",
