@@ -24,6 +24,7 @@ from raytrain_opt.pools.programs import ResidentConfig, SynchronousProgram
 from raytrain_opt.pools.protocol import Pools, SynchronousTraining
 from raytrain_opt.pools.ray_pool import ProbingSlot, RayPool, running
 from raytrain_opt.pools.state_store import RayStateStore
+from raytrain_opt.remote import RAY_FOLDER
 from raytrain_opt.train.learner_config import OBJECT_SECTIONS, LearnerConfig
 
 # Seconds for the pools to leave a Ray that we started: it is shut down anyway.
@@ -178,6 +179,6 @@ def _resident_config(
         timeouts=job.timeouts,
         run_id=paths.run_id,
         mailbox=mailbox,
-        ray_storage_path=paths.ray_storage,
+        ray_storage_path=str(paths.local / RAY_FOLDER),
         program=program or SynchronousProgram(),
     )

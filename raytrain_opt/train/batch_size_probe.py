@@ -21,8 +21,8 @@ from raytrain_opt.data.base import Batch, no_op
 from raytrain_opt.errors import ResourcesError
 from raytrain_opt.models.factory import preserve_model
 from raytrain_opt.monitoring import (
-    CpuSampler,
     Sampler,
+    cpu_sampler,
     gpu_sampler,
     top_half_mean,
     watch_utilization,
@@ -137,7 +137,7 @@ def measure(
 def open_probe_sampler(section: BatchSizeSection, device: torch.device, threads: int) -> Sampler:
     """Open a sampler for probes on `device`. Raises ResourcesError."""
     if device.type != "cuda":
-        return CpuSampler(threads)
+        return cpu_sampler(threads)
     try:
         return gpu_sampler(str(torch.cuda.get_device_properties(device).uuid))
     except ResourcesError:
@@ -196,7 +196,6 @@ def _measure(
         timings_s=dict(zip(STEP_PARTS, part_s.tolist(), strict=True)),
         utilization_pct=top_half_mean(utilization),
         utilization_mean_pct=fmean(utilization),
-        utilization_samples=len(utilization),
         peak_memory_mib=_peak_memory_bytes(training.device) / _MIB,
         why=why,
     )

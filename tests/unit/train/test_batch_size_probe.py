@@ -210,7 +210,6 @@ def test_utilization_is_sampled_as_long_as_the_strategy_needs() -> None:
         memory_reserve=0.0,
     )
     probe = measure(probed(), 8, section, sampler())
-    assert probe.utilization_samples >= 3
     assert probe.utilization_pct > probe.utilization_mean_pct
 
 
