@@ -100,7 +100,7 @@ _MAX_DATA_WAIT = 0.03
 
 def all_warnings(run: RunRecords) -> list[str]:
     """Return all warnings that apply, the most severe first."""
-    checks = (_unfinished, _failures, _diverged, _data_wait, _edge, _skipped)
+    checks = (_unfinished, _failures, _raised, _data_wait, _edge, _skipped)
     return [text for check in checks for text in check(run)]
 
 
@@ -132,15 +132,9 @@ def _failures(run: RunRecords) -> Iterator[str]:
         yield from (event.text for event in run.events if event.kind == kind)
 
 
-def _diverged(run: RunRecords) -> Iterator[str]:
-    candidates = [c for record in run.rounds for c in record.candidates]
-    diverged = [c for c in candidates if c.status == "diverged"]
-    if diverged:
-        yield (
-            f"{times(len(diverged), 'candidate')} of {count(len(candidates))} diverged; the "
-            f"lowest learning rate among them is {rate(min(c.lr for c in diverged))}"
-        )
-    for failure, number in Counter(c.failure for c in diverged if c.failure).items():
+def _raised(run: RunRecords) -> Iterator[str]:
+    failures = Counter(c.failure for r in run.rounds for c in r.candidates if c.failure)
+    for failure, number in failures.items():
         yield f"{times(number, 'candidate')} raised {failure}"
 
 

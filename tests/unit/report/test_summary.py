@@ -100,9 +100,9 @@ def interrupted(*lines: dict[str, Any]) -> Callable[[Path], None]:
     return change
 
 
-def with_candidate(status: str) -> dict[str, Any]:
+def with_failure(failure: str) -> dict[str, Any]:
     line = round_line(1)
-    line["candidates"][0] |= {"status": status, "score": None, "val_metric": None}
+    line["candidates"][0] |= {"status": "diverged", "score": None, "failure": failure}
     return line
 
 
@@ -114,7 +114,7 @@ RESTARTED = event_line("restarted", "slot 1 was restarted", process="slot 1", si
     ("change", "message"),
     [
         (epochs(timings_s=SLOW), "for data in 25 % of the main training's time"),
-        (rounds([with_candidate("diverged")]), "1 candidate of 3 diverged"),
+        (rounds([with_failure("ValueError: x")]), "1 candidate raised ValueError: x"),
         (
             rounds([round_line(1, stage="coarse", winner=None, next_base_lr=0.2)]),
             "The peak learning rate, 0.2, is at the edge of the rates that were tried (0.05 to",
