@@ -89,7 +89,7 @@ class PixelInput(nn.Module):
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
-        self.network = network.to(memory_format=torch.channels_last)
+        self.network = network
 
     def forward(self, pixels: Tensor) -> Tensor:
         values = pixels.to(torch.float32).sub_(127.5).div_(64)
@@ -154,7 +154,8 @@ def sgd_training(
     **rest: Any,
 ) -> Training:
     """Build a network with momentum SGD; `rest` are more fields of `Training`."""
-    built = build_model(network, num_classes=classes, sample_shape=shape, seed=0)
+    sizes = {"num_classes": classes, "sample_shape": shape}
+    built = build_model(network, **sizes, seed=0, channels_last=True)
     model = PixelInput(built).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
     return Training(model, optimizer, dataset, **rest)

@@ -33,6 +33,8 @@ _RESERVED_ARGUMENTS = {
     **dict.fromkeys(_DATA_ARGUMENTS, _FROM_DATA),
     **dict.fromkeys(("weights", "pretrained", "weights_backbone"), _NOT_PRETRAINED),
 }
+# Of oneDNN with AVX-512; with AVX2 a block has 8.
+_CHANNELS_OF_A_BLOCK = 16
 
 
 def check_model(section: ModelSection) -> list[Problem]:
@@ -109,7 +111,29 @@ def build_model(
     _require_trainable(model, frozen=bool(section.freeze))
     if channels_last and len(sample_shape) == 3:
         model = model.to(memory_format=torch.channels_last)
+    _avoid_narrow_pointwise(model)
     return model.train()
+
+
+def _avoid_narrow_pointwise(model: nn.Module) -> None:
+    """Let strided 1 x 1 convolutions of few channels have the default memory format on the CPU.
+
+    With channels_last, oneDNN computes the gradients of their weights beyond its memory: numbers
+    are wrong, the process crashes or hangs (its issue 6035).
+    """
+    for module in model.modules():
+        if (
+            isinstance(module, nn.Conv2d)
+            and module.kernel_size == (1, 1)
+            and module.stride != (1, 1)
+            and module.in_channels < _CHANNELS_OF_A_BLOCK
+        ):
+            module.to(memory_format=torch.contiguous_format)
+            module.register_forward_pre_hook(_to_default_format)
+
+
+def _to_default_format(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(x.contiguous() if x.is_cpu else x for x in inputs)
 
 
 def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
