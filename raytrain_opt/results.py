@@ -212,7 +212,8 @@ class Probe:
     """One measurement of training at one batch size per worker."""
 
     batch_size: int
-    status: Literal["ok", "out_of_memory"]  # also with less than the memory reserve left
+    # Out of memory: also with less than the memory reserve left. Died: the process that measured.
+    status: Literal["ok", "out_of_memory", "died"]
     samples_per_s: float = math.nan
     samples_per_s_error: float = math.nan  # standard error
     steps: int = 0
@@ -222,7 +223,8 @@ class Probe:
     utilization_mean_pct: float = math.nan  # of all
     utilization_samples: int = 0
     peak_memory_mib: float = math.nan
-    why: str = ""  # memory ran out
+    why: str = ""  # memory ran out, or the process died
+    pid: int | None = None  # process that measured
 
     @property
     def fits(self) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.batch_size import BatchSizeSection, ThroughputKneeSearch
@@ -16,7 +17,6 @@ from raytrain_opt.execution.resolve import Placement, scaled_lr, settle
 from raytrain_opt.execution.workspace import Workspace, open_frontend, open_workspace
 from raytrain_opt.optim.epoch_steps import length_of
 from raytrain_opt.optim.schedules import ScalingRule
-from raytrain_opt.pools.protocol import Prober
 from raytrain_opt.recording.reader import read_record
 from raytrain_opt.recording.recorder import append_records, write_record
 from raytrain_opt.recording.records import (
@@ -35,6 +35,9 @@ from raytrain_opt.search.batch_size.strategy import (
 )
 from raytrain_opt.search.factory import build_strategy, check_sampler
 from raytrain_opt.terminal import probe_text
+
+if TYPE_CHECKING:
+    from raytrain_opt.pools.ray_pool import ProbingSlot
 
 # Of train_for, the part in which updates are made; start, search and evaluations take the rest.
 _TRAINING_FRACTION = 0.8
@@ -81,7 +84,7 @@ def search_batch_size(
     info: DataInfo,
     placement: Placement,
     workspace: Workspace,
-    open_prober: Callable[[], AbstractContextManager[Prober]],
+    open_prober: Callable[[], AbstractContextManager[ProbingSlot]],
     *,
     use_gpu: bool,
 ) -> int:
@@ -140,7 +143,7 @@ def _scaling_rule(job: Job) -> ScalingRule:
 
 def run_probes(
     strategy: Strategy,
-    prober: Prober,
+    prober: ProbingSlot,
     max_restarts: int,
     on_probe: Callable[[BatchSizeProbeRecord], None],
 ) -> BatchSizeChoice:
@@ -160,18 +163,17 @@ def run_probes(
             if size in checked:
                 return proposal
             prober.end()
-        measured = prober.measure(size, check=is_check)
-        probe = measured.probe
-        if probe is None and not is_check:
+        probe = prober.measure(size, check=is_check)
+        if probe.status == "died" and not is_check:
             deaths += 1
             if deaths > max_restarts:
                 raise PoolError(
                     f"probing processes died {deaths} times without an answer "
-                    f"(max_restarts: {max_restarts}): {measured.why}"
+                    f"(max_restarts: {max_restarts}): {probe.why}"
                 )
             continue
-        if probe is None:  # this size is too large to train with
-            probe = Probe(size, "out_of_memory", why=f"its process ended: {measured.why}")
+        if probe.status == "died":  # this size is too large to train with
+            probe = replace(probe, status="out_of_memory", why=f"its process ended: {probe.why}")
         if is_check or probe.status != "ok":
             prober.end()
         if is_check and probe.fits:
@@ -180,11 +182,7 @@ def run_probes(
             probes.append(probe)
         number += 1
         reason = _CHECK_REASON if is_check else proposal.reason
-        on_probe(
-            BatchSizeProbeRecord.from_probe(
-                number, probe, reason, check=is_check, pid=measured.pid
-            )
-        )
+        on_probe(BatchSizeProbeRecord.from_probe(number, probe, reason, check=is_check))
 
 
 def _summary(record: BatchSizeRecord, job: Job, train_size: int) -> Iterator[str]:

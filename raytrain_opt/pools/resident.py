@@ -27,11 +27,10 @@ from raytrain_opt.pools.commands import (
     Close,
     Command,
     Failure,
+    Message,
     OnStep,
     Progress,
     Regroup,
-    Reply,
-    Report,
     Resident,
     StateLost,
     state_in,
@@ -70,12 +69,12 @@ class ResidentMailbox:
         current, is_over = ray.get(self._actor.join.remote(residents, absent))
         return current, *self.reply(current if is_over else 0, [])
 
-    def reply(self, number: int, replies: list[Reply]) -> tuple[int, Command]:
+    def reply(self, number: int, replies: list[Message]) -> tuple[int, Command]:
         """Send the replies to a command; wait for the next one and return it with its number."""
         next_command = ray.get(self._actor.exchange.remote(self._pool, number, replies))
         return cast("tuple[int, Command]", next_command)
 
-    def send(self, messages: Sequence[Reply | Report]) -> None:
+    def send(self, messages: Sequence[Message]) -> None:
         ray.get(self._actor.receive.remote(messages))
 
 
@@ -206,7 +205,7 @@ class CommandLoop:
             time.sleep(self.peer_failure_grace_s)
             raise
 
-    def _execute(self, handler: Handler, number: int, command: Command) -> Reply:
+    def _execute(self, handler: Handler, number: int, command: Command) -> Message:
         self._work = number, None
         try:
             joined = isinstance(command, Regroup)
@@ -219,11 +218,11 @@ class CommandLoop:
         self._work = None
         return self._reply(number, value)
 
-    def _reply(self, number: int, value: Any) -> Reply:
+    def _reply(self, number: int, value: Any) -> Message:
         failed = isinstance(value, Failure | StateLost)
         if state_in(value) is None:
             value = cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
-        return Reply(self.resident.sender, number, value, failed)
+        return Message(self.resident, number, value, failed)
 
     def _fail(self, error: Exception, number: int) -> Failure:
         """Return an exception as a reply; raise it if a peer died.
@@ -262,12 +261,13 @@ class CommandLoop:
         """Let the driver know the progress of all ranks. Ends the process if the run has ended."""
         values = (number,) if progress is None else (number, progress.done, progress.total)
         try:
-            shared = zip(self._residents, self.group.share(values), strict=True)
-            reports = [
-                Report(resident.sender, number, Progress(*steps) if steps else None)
-                for resident, (number, *steps) in shared
-            ]
-            if reports:
+            shared = self.group.share(values)
+            if self.group.rank == 0:  # also without any step: to learn whether the mailbox lives
+                reports = [
+                    Message(resident, number, Progress(*steps))
+                    for resident, (number, *steps) in zip(self._residents, shared, strict=True)
+                    if steps
+                ]
                 self.mailbox.send(reports)
         except (RuntimeError, ray.exceptions.ActorUnavailableError):
             pass  # the mailbox cannot be reached now, or the first rank has died, as this one will
