@@ -20,7 +20,7 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.data.base import DataInfo
 from raytrain_opt.errors import CheckpointError, DataError, JobError, Problem, StorageError
 from raytrain_opt.execution.progress import RunProgress, Startup
-from raytrain_opt.execution.resume import check_edited_job, resume_command
+from raytrain_opt.execution.resume import check_continues, resume_command
 from raytrain_opt.execution.signals import StopRequest, stop_on_signals
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.recording.recorder import check_records
@@ -145,7 +145,7 @@ def _check_latest(
         if info is not None and progress.data is not None:
             progress.data.require_same(job.data, info)
         if progress.job is not None:
-            check_edited_job(job, progress.job, progress.next_epoch - 1, paths.shown)
+            check_continues(job, progress.job, paths.shown)
         check_records(paths, len(progress.history.decisions), progress.next_epoch - 1)
 
 
