@@ -84,11 +84,10 @@ def open_workspace(
             remove_abandoned()
             if not resume:
                 paths.begin()
-            sign_lock = stack.enter_context(lock_run_directory(paths.local))
+            has_lock = stack.enter_context(lock_run_directory(paths.local))
             checkpoints = Checkpoints(paths.checkpoints, job.checkpoint)
             damages = checkpoints.drop_damaged()
             _check_latest(checkpoints, paths, job, info)
-            has_lock = sign_lock()
             for torn in paths.local.glob(".*.tmp"):  # of a process that was killed
                 torn.unlink()
             checkpoints.remove_orphans()
@@ -162,21 +161,18 @@ def how_to_resume(paths: RunPaths, job: Job, options: str = "") -> str:
 
 
 @contextmanager
-def lock_run_directory(run_dir: Path) -> Iterator[Callable[[], bool]]:
+def lock_run_directory(run_dir: Path) -> Iterator[bool]:
     """Hold the lock of a run directory against every other process that sees this folder.
 
-    Yields a function that writes this process into the lock, and returns whether it is held: False
-    on a file system without locks. Until it is called, nothing is changed, and a new lock is
-    removed again. Raises JobError when another process holds the lock, and OSError when its file
-    cannot be made.
+    Yields whether it is held: False on a file system without locks. Raises JobError when another
+    process holds it, and OSError when its file cannot be written.
     """
-    held, path = True, run_dir / _LOCK
-    is_new = not path.exists()
+    is_held, path = True, run_dir / _LOCK
     with open(path, "a+", encoding="utf-8", opener=open_plain) as file:
         try:
             _lock_exclusively(file)
         except BlockingIOError as error:
-            holder = Path(file.name).read_text(encoding="utf-8")
+            holder = path.read_text(encoding="utf-8")
             rule = (
                 "another run is writing to this directory: "
                 f"{holder or 'a process that has just started'}; wait for it, or stop it"
@@ -185,26 +181,16 @@ def lock_run_directory(run_dir: Path) -> Iterator[Callable[[], bool]]:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            held = False
-
-        def sign() -> bool:
-            nonlocal is_new
-            is_new = False
-            if held:
-                holder = f"process {os.getpid()} on {socket.gethostname()} since {utc_now()}"
-                os.ftruncate(file.fileno(), 0)
-                content = holder.encode()
-                while content:  # a buffer would be written at the end; full storage takes a part
-                    content = content[os.write(file.fileno(), content) :]
-            return held
-
+            is_held = False
+        if is_held:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()} since {utc_now()}")
+            file.flush()
         _locks.add(file.fileno())
         try:
-            yield sign
+            yield is_held
         finally:
             _locks.discard(file.fileno())
-            if is_new:
-                path.unlink(missing_ok=True)
 
 
 def _leave_locks() -> None:
