@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
@@ -206,49 +205,24 @@ _pickle = cast("Callable[[object], bytes]", cloudpickle.dumps)
 def _pickle_sections(job: Job) -> bytes:
     """Pickle what may hold objects of the user's own, for the processes that train.
 
-    As bytes: arrays in Ray's object store could not be written. Raises JobError that names the
-    attributes that cannot be sent.
+    As bytes: arrays in Ray's object store could not be written. Raises JobError.
     """
     sections = {name: getattr(job, name) for name in OBJECT_SECTIONS}
     try:
         return _pickle(sections)
     except Exception as error:
-        problems = [
-            problem
-            for name, section in sections.items()
-            for problem in _unpicklable(name, getattr(section.name, "value", section.name), set())
-        ]
-        raise JobError(problems or [Problem("job", f"cannot be sent: {error}")]) from error
+        path = next((name for name in sections if not _is_picklable(sections[name])), "job")
+        rule = f"cannot be sent to the workers: {error}"
+        hint = "create it where it is used, for example at the first call, or leave it out of the "
+        hint += "object's state by __getstate__"
+        raise JobError([Problem(path, rule, hint=hint)]) from error
 
 
-def _unpicklable(path: str, value: Any, seen: set[int]) -> list[Problem]:
-    """Return the innermost attribute, item or variable of a function that cannot be pickled."""
+def _is_picklable(value: object) -> bool:
     try:
-        _pickle(value)
-        return []
-    except Exception as error:  # noqa: BLE001 - any, of the objects' own code
-        reason = str(error)
-    seen.add(id(value))
-    for name, part in _parts(value):
-        if id(part) not in seen and (problems := _unpicklable(f"{path}.{name}", part, seen)):
-            return problems
-    rule = f"cannot be sent to the workers: {reason}"
-    hint = "create it where it is used, for example at the first call, or leave it out of the "
-    hint += "object's state by __getstate__"
-    return [Problem(path, rule, type(value).__name__, hint)]
-
-
-def _parts(value: Any) -> list[tuple[str, Any]]:
-    if inspect.isfunction(value):
-        variables = inspect.getclosurevars(value)
-        return [*variables.nonlocals.items(), *variables.globals.items()]
-    items = enumerate(value) if isinstance(value, list | tuple) else ()
-    parts = [(str(index), part) for index, part in items]
-    for inner in (getattr(value, "_modules", {}), value, getattr(value, "__dict__", {})):
-        parts += inner.items() if isinstance(inner, Mapping) else ()
-    # A class of a script or notebook is sent with the object.
-    kind = type(value)
-    return [*parts, ("__class__", kind)] if kind.__module__ == "__main__" else parts
+        return bool(_pickle(value))
+    except Exception:  # noqa: BLE001 - any, of the objects' own code
+        return False
 
 
 @contextmanager
