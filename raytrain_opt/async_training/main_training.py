@@ -20,7 +20,6 @@ from raytrain_opt.errors import PoolError
 from raytrain_opt.pools.commands import Evaluate, MainTrain, Progress, StateRef
 from raytrain_opt.pools.protocol import IsDue, TrainingOutcome, slowest
 from raytrain_opt.pools.ray_pool import RayPool
-from raytrain_opt.pools.state_store import RayStateStore
 from raytrain_opt.recording.records import StalenessRecord
 from raytrain_opt.results import AsyncWorkerMetrics, EvalTotals, Predictions, Split, TrainTotals
 from raytrain_opt.train.learner_config import LearnerConfig
@@ -40,11 +39,10 @@ class AsynchronousTraining:
         config: LearnerConfig,
         timeouts: TimeoutsSection,
         workers: RayPool,
-        states: RayStateStore,
         server: ServerHandles,
     ) -> None:
         self._config, self._timeouts = config, timeouts
-        self._workers, self._states, self._server = workers, states, server
+        self._workers, self._states, self._server = workers, workers.states, server
 
     def train(self, command: MainTrain, *, is_due: IsDue = lambda: False) -> TrainingOutcome:
         """As `MainTraining.train`; all workers wait for the end of the last step."""

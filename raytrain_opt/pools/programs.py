@@ -109,9 +109,9 @@ class ResidentConfig:
     max_restarts: int  # of the worker group, and of each slot
     timeouts: TimeoutsSection
     run_id: str
-    mailbox: Any  # handle of the Mailbox actor
     ray_storage_path: str
     program: SynchronousProgram = field(default_factory=SynchronousProgram)
+    mailbox: Any = None  # handle of the Mailbox actor
 
     def fetch_inputs(self) -> tuple[LearnerConfig, SharedData]:
         """Return the settings with the user's objects, and the data that a node's processes share.

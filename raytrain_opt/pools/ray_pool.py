@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import ray
 
 from raytrain_opt.clock import monotonic_s
-from raytrain_opt.cluster.actor_tree import end_actor_tree, wait_for_exit
+from raytrain_opt.cluster.actor_tree import wait_for_exit
 from raytrain_opt.cluster.connection import answer, gone_nodes, raise_if_ray_ended
-from raytrain_opt.cluster.ray_private import ended_processes, root_cause
+from raytrain_opt.cluster.ray_private import root_cause
 from raytrain_opt.config.batch_size import BatchSizeSection
 from raytrain_opt.config.schema import TimeoutsSection
 from raytrain_opt.errors import PoolError, RaytrainOptError
@@ -284,30 +283,3 @@ def why_ended(pool: str, error: Exception | None) -> RaytrainOptError:
         "of it may have been killed (out of memory?); see Ray's session logs. max_restarts sets "
         "how often they are restarted."
     )
-
-
-@contextmanager
-def running(*pools: RayPool, launcher: Any, stop_s: float) -> Iterator[None]:
-    """Keep the pools for the time of the block; they start when `RayPool.start` is called.
-
-    Leaving the block asks their residents to leave and gives them `stop_s` seconds; a pool that is
-    still starting, or in the middle of a command, gets no time. Then the launcher is ended with
-    everything it ever started, so that nothing of the run is left: no actor, no process, no
-    placement group.
-    """
-    try:
-        yield
-    finally:
-        if not ended_processes():
-            _close(pools, launcher, stop_s)
-
-
-def _close(pools: Sequence[RayPool], launcher: Any, stop_s: float) -> None:
-    for pool in pools:
-        pool.request_close()
-    deadline_s = monotonic_s() + stop_s
-    for pool in pools:
-        if not pool.at_work:
-            pool.wait_for_end(max(0.0, deadline_s - monotonic_s()))
-    end_actor_tree(launcher)
-    ray.kill(pools[0].mailbox)
