@@ -11,7 +11,6 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from raytrain_opt.config.error_messages import sections_in
 from raytrain_opt.config.schema import Job
 
 _LIMITS = {
@@ -40,7 +39,7 @@ def _sections(
     choice_above: str = "",
 ) -> Iterator[str]:
     """Yield the lines of the sections below a field, each class once, where it comes first."""
-    sections = sections_in(field.annotation)
+    sections = _sections_in(field.annotation)
     for model in sections:
         if model in written:
             continue
@@ -52,6 +51,13 @@ def _sections(
         yield from _table(model, f"{path}.", definitions[model.__name__]["properties"])
         for name, inner in model.model_fields.items():
             yield from _sections(f"{path}.{name}", inner, definitions, written, choice)
+
+
+def _sections_in(kind: Any) -> list[type[BaseModel]]:
+    """Return the sections that a type contains, such as those of a union."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return [kind]
+    return [section for member in get_args(kind) for section in _sections_in(member)]
 
 
 def _choice(model: type[BaseModel]) -> str:

@@ -93,17 +93,14 @@ def main() -> None:
 @main.command()
 @click.argument("folder", default=".", type=click.Path(exists=True, file_okay=False))
 @click.option("--output", default="job.yaml", show_default=True, help="The job file to write.")
-@click.option(
-    "--label-column", metavar="NAME", help="The column of a CSV file with the class of each image."
-)
-def init(folder: str, output: str, label_column: str | None) -> None:
+def init(folder: str, output: str) -> None:
     """Write a job file for a folder of images.
 
     Example: raytrain-opt init photos --output photos.yaml
     """
     from raytrain_opt.commands.init import init as write_job
 
-    write_job(Path(folder), Path(output), _echo, label_column)
+    write_job(Path(folder), Path(output), _echo)
 
 
 @main.command()
@@ -341,8 +338,6 @@ def _is_verbose() -> bool:
 
 
 def _load_job(job_file: str, overrides: tuple[str, ...]) -> Job:
-    """Load the job; report errors of names, files and the schema together."""
     from raytrain_opt.config.load import load_job
-    from raytrain_opt.execution.check import check_sections
 
-    return load_job(job_file, overrides, check_sections)
+    return load_job(job_file, overrides)

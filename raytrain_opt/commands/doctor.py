@@ -1,17 +1,10 @@
-"""`raytrain-opt doctor`: find what would go wrong on a cluster before paying for a run.
-
-Every node looks at itself, and processes like the job's workers time an all-reduce.
-"""
+"""`raytrain-opt doctor`: find what would go wrong on a cluster before paying for a run."""
 
 from __future__ import annotations
 
-import socket
-import statistics
 import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -24,7 +17,7 @@ from rich.text import Text
 from raytrain_opt import storage
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.cluster import connection
-from raytrain_opt.cluster.resources import PoolPlan, plan_pools
+from raytrain_opt.cluster.resources import plan_pools
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, ResourcesError, StorageError, first_of, printable
 from raytrain_opt.execution.check import check_data, check_job
@@ -33,12 +26,6 @@ from raytrain_opt.recording.recorder import versions
 from raytrain_opt.report.plots import times
 
 _STYLES = {"ok": "green", "warning": "yellow", "error": "red"}
-_MIB = 32  # about the gradients of a ResNet-18 in fp32
-# Long enough for imports of torch on a slow disk, short for a user who waits.
-_EXCHANGE_LIMIT_S = 120.0
-_SLOW_S = 0.7  # of an exchange by a network of 1 Gbit/s
-
-
 Level = Literal["ok", "warning", "error"]
 
 
@@ -96,7 +83,7 @@ def _check_cluster(job: Job | None, owned: bool) -> list[Finding]:
     except StorageError as error:
         remedy = "give a storage_path that the head can write"
         return [*findings, Finding("storage", "error", str(error), remedy)]
-    return findings if job is None else [*findings, *_check_workers(job)]
+    return findings if job is None else [*findings, _check_room(job)]
 
 
 def merged(found: Iterable[tuple[str, Finding]]) -> list[Finding]:
@@ -180,71 +167,12 @@ def _look_at_gpus(ray_gpus: float) -> Finding:
     return Finding("GPUs", level, f"{found}, and Ray offers {ray_gpus:g}", remedy)
 
 
-def _check_workers(job: Job) -> Iterator[Finding]:
-    """Yield whether workers and slots fit, and how long the workers' all-reduce takes."""
-    from raytrain_opt.pools.process_group import backend_of  # which imports torch
-
+def _check_room(job: Job) -> Finding:
+    """Return whether workers and slots fit."""
     try:
         plan = plan_pools(job, job.learning_rate.max_candidates, connection.total_resources())
     except ResourcesError as error:
         remedy = "change the job; a run waits until timeouts.start_s for nodes that come later"
-        yield Finding("room", "error", str(error), remedy)
-        return
+        return Finding("room", "error", str(error), remedy)
     result = f"{plan.workers} workers and {plan.slots} slots fit"
-    yield Finding("room", "ok", "; ".join((result, *plan.notes)))
-    if plan.workers < 2:
-        yield Finding("exchange", "ok", "not needed with one worker")
-        return
-    backend = backend_of(use_gpu=plan.use_gpu)
-    remedy = "open all TCP ports between the nodes; with several networks select a fast one: "
-    remedy += "GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME; no host name may be 127.0.1.1"
-    try:
-        nodes, duration_s = _time_exchange(plan, backend)
-    except (GetTimeoutError, RayError) as error:
-        result = f"the workers could not exchange data with {backend}: {_last_line(error)}"
-        yield Finding("exchange", "error", result, remedy)
-        return
-    result = f"{_MIB} MiB over {plan.workers} workers on {times(nodes, 'node')} with {backend}"
-    is_slow = nodes > 1 and duration_s > _SLOW_S
-    level: Level = "warning" if is_slow else "ok"
-    yield Finding("exchange", level, f"{result}: {duration_s:.3f} s", remedy * is_slow)
-
-
-def _time_exchange(plan: PoolPlan, backend: str) -> tuple[int, float]:
-    """Return the number of nodes of processes like the workers, and the seconds of the slowest."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    needed, remote = dict(plan.worker_resources), ray.remote(_all_reduce)
-    cpus, gpus, memory = needed.pop("CPU", 0), needed.pop("GPU", 0), needed.pop("memory", None)
-    options = {"num_cpus": cpus, "num_gpus": gpus, "memory": memory, "resources": needed}
-    remote = remote.options(**options, scheduling_strategy="SPREAD", max_retries=0)
-    address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-    listener = socket.create_server((address, 0))  # on one address only
-    port, file = listener.getsockname()[1], listener.detach()
-    _store = TCPStore(address, port, None, True, wait_for_workers=False, master_listen_fd=file)
-    tasks = [remote.remote(backend, (address, port), i, plan.workers) for i in range(plan.workers)]
-    try:
-        results = ray.get(tasks, timeout=_EXCHANGE_LIMIT_S)
-    finally:
-        for task in tasks:
-            ray.cancel(task, force=True)
-    return len({node for node, _ in results}), max(duration_s for _, duration_s in results)
-
-
-def _all_reduce(backend: str, place: tuple[str, int], rank: int, count: int) -> tuple[str, float]:
-    """Return the node, and the median seconds of an all-reduce."""
-    import torch
-    import torch.distributed as dist
-
-    limit = timedelta(seconds=_EXCHANGE_LIMIT_S / 2)
-    store = dist.TCPStore(*place)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=limit)
-    data: Any = torch.ones(_MIB * 2**18, device="cuda" if backend == "nccl" else "cpu")
-    durations_s = []
-    for _ in range(6):  # the first one opens the connections
-        start_s = time.monotonic()
-        dist.all_reduce(data)
-        float(data[0])  # waits for the device
-        durations_s.append(time.monotonic() - start_s)
-    dist.destroy_process_group()
-    return ray.get_runtime_context().get_node_id(), statistics.median(durations_s[1:])
+    return Finding("room", "ok", "; ".join((result, *plan.notes)))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from raytrain_opt.config.section import Fraction, PositiveFloat, PositiveInt, Section
+from raytrain_opt.config.section import (
+    Fraction,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    default_kind,
+)
 
 
 class UtilizationSection(Section):
@@ -83,14 +88,8 @@ class EpochTimeMinimizeSearch(_Published):
     strategy: Literal["epoch_time_minimize"]
 
 
-def _name_strategy(section: Any) -> Any:
-    """Let a section without a strategy change the settings of throughput_knee."""
-    is_unnamed = isinstance(section, Mapping) and "strategy" not in section
-    return {"strategy": "throughput_knee", **section} if is_unnamed else section
-
-
 BatchSizeSection = Annotated[
     ThroughputKneeSearch | GpuUsageMaximizeSearch | EpochTimeMinimizeSearch,
     Field(discriminator="strategy"),
-    BeforeValidator(_name_strategy),
+    default_kind("strategy", "throughput_knee"),
 ]

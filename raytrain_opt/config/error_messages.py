@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -20,28 +20,7 @@ from raytrain_opt.errors import Problem
 
 MAX_VALUE_CHARACTERS = 80
 
-# Words of pydantic's messages, and how a job file has them.
-_WORDS = {
-    "a valid integer": "an integer",
-    "a valid number": "a number",
-    "a valid boolean": "true or false",
-    "a valid string": "text",
-    "a valid dictionary": "a section (keys and values)",
-    "a valid tuple": "a list",
-    "a valid list": "a list",
-    "callable": "a function",
-}
-_ACCUMULATION = (
-    "global_batch_size is the batch of an update; parallel: {micro_batches: N} computes "
-    "it in N parts, workers.count x the steps of accumulation"
-)
-# Names that other tools have for what a job says in another way.
-_ELSEWHERE = {
-    "accumulate_grad_batches": _ACCUMULATION,
-    "gradient_accumulation": _ACCUMULATION,
-    "gradient_accumulation_steps": _ACCUMULATION,
-    "warmup_steps": "write warmup: {steps: N} in learning_rate with policy: schedule",
-}
+_SECTION = "a section (keys and values)"
 
 
 class SectionError(ValueError):
@@ -80,7 +59,7 @@ def problems_of(error: ValidationError, section: type[BaseModel], values: object
         translated = [e for e in group if isinstance(e, Problem)]
         if plain := [e for e in group if isinstance(e, dict)]:
             problem = _problem(path, plain, section)
-            or_section = f" or {_WORDS['a valid dictionary']}" if translated else ""
+            or_section = f" or {_SECTION}" if translated else ""
             problems.append(replace(problem, rule=problem.rule + or_section))
         else:
             problems += [replace(problem, path=path) for problem in translated]
@@ -96,21 +75,10 @@ def given(value: Any, path: str) -> str | None:
     return shown(value)
 
 
-def nearest(
-    value: object,
-    choices: Iterable[str],
-    n: int = 1,
-    cutoff: float = 0.6,
-    *,
-    ignore_case: bool = False,
-) -> str | None:
-    """Return `did you mean 'a' or 'b'?` with at most `n` choices; None if no choice is near.
-
-    `cutoff` is the least similarity, as in `difflib.get_close_matches`.
-    """
-    text = str(value).lower() if ignore_case else str(value)
-    names = {choice.lower() if ignore_case else choice: choice for choice in choices}
-    matches = [names[match] for match in get_close_matches(text, names, n, cutoff)]
+def nearest(value: object, choices: Iterable[str], n: int = 1) -> str | None:
+    """Return `did you mean 'a' or 'b'?` with at most `n` choices; None if no choice is near."""
+    names = {choice.lower(): choice for choice in choices}
+    matches = [names[match] for match in get_close_matches(str(value).lower(), names, n)]
     return f"did you mean {' or '.join(map(repr, matches))}?" if matches else None
 
 
@@ -125,14 +93,12 @@ def _locate(error: ErrorDetails, value: Any) -> Iterator[_Located]:
     kind, location, inner = error["type"], error["loc"], error.get("ctx", {}).get("error")
     if kind == "default_factory_not_called":  # it depends on a field with an error
         return
-    # What follows a key that the input need not have.
-    of_key = () if kind in ("missing", "extra_forbidden", "invalid_key") else ("[key]",)
     parts, union = list[str](), None
     for i, part in enumerate(location, 1):
         is_there = isinstance(value, Mapping) and part in value
         if isinstance(value, list | tuple):
             is_there = isinstance(part, int) and part < len(value)
-        if is_there or location[i:] == of_key:
+        if is_there or (kind == "missing" and i == len(location)):
             parts.append(str(part))
             value = value[part] if is_there else None
         elif part != "[key]":
@@ -152,17 +118,17 @@ def _problem(path: str, group: list[ErrorDetails], section: type[BaseModel]) -> 
     if kind == "extra_forbidden":
         names = list(section.model_fields)
         valid = nearest(path, names) or f"valid here: {', '.join(names)}"
-        return Problem(path, "is not a known key", shown(value), _ELSEWHERE.get(path, valid))
+        return Problem(path, "is not a known key", shown(value), valid)
     if kind.startswith("union_tag_"):
-        return _wrong_tag(path, details, section)
+        return _wrong_tag(path, details)
     if kind == "value_error":
         return Problem(path, str(context.get("error", details["msg"])), shown(value))
     if kind == "invalid_key" or "[key]" in details["loc"]:
-        return Problem(path, "its key must be text", path.rpartition(".")[2])
+        return Problem(path, "its key must be text")
     choices = [choice for details in group for choice in _choices(details)]
     texts = dict.fromkeys(map(_requirement, group))
-    if "a number" in texts:
-        texts.pop("an integer", None)
+    if "a valid number" in texts:
+        texts.pop("a valid integer", None)
     hint = nearest(value, choices) if isinstance(value, str) else None
     other = [text for text in texts if " should " in text or text.startswith("Unable")]
     rule = other[0][0].lower() + other[0][1:] if other else f"must be {' or '.join(texts)}"
@@ -171,11 +137,9 @@ def _problem(path: str, group: list[ErrorDetails], section: type[BaseModel]) -> 
 
 def _requirement(error: ErrorDetails) -> str:
     """Return what follows "must be"."""
-    if error["type"] == "model_attributes_type":
-        return "a section with the key policy or strategy"
     message = error["msg"].removeprefix("Input should be ")
     text = re.sub(r" or (an )?instance of \w+| or object to .*|, (unable|got) .*", "", message)
-    return _WORDS.get(text, text)
+    return _SECTION if text == "a valid dictionary" else text
 
 
 def _choices(error: ErrorDetails) -> list[str]:
@@ -183,26 +147,12 @@ def _choices(error: ErrorDetails) -> list[str]:
     return re.findall(r"'([^']*)'", context.get("expected_tags", context.get("expected", "")))
 
 
-def _wrong_tag(path: str, error: ErrorDetails, section: type[BaseModel]) -> Problem:
+def _wrong_tag(path: str, error: ErrorDetails) -> Problem:
     """Report a wrong or missing key that selects the kind of section (`policy`, `data.name`)."""
     value, key = error["input"], error["ctx"]["discriminator"].strip("'")
-    kinds = sections_in(section.model_fields[path].annotation)
-    choices = _choices(error) or [tag for kind in kinds for tag in _tags_of(kind)]
+    choices = _choices(error)
     rule = f"one of {', '.join(choices)}"
     if isinstance(value, dict) and key not in value:
         return Problem(f"{path}.{key}", "is required", None, rule)
     value = value[key] if isinstance(value, dict) else value
     return Problem(f"{path}.{key}", f"must be {rule}", shown(value), nearest(value, choices))
-
-
-def sections_in(kind: Any) -> list[type[BaseModel]]:
-    """Return the sections that a type contains, such as those of a union."""
-    if isinstance(kind, type) and issubclass(kind, BaseModel):
-        return [kind]
-    return [section for member in get_args(kind) for section in sections_in(member)]
-
-
-def _tags_of(section: type[BaseModel]) -> list[str]:
-    """Return the values of the key that selects a kind of section."""
-    kinds = (field.annotation for field in section.model_fields.values() if field.is_required())
-    return [tag for kind in kinds if get_origin(kind) is Literal for tag in get_args(kind)]

@@ -16,6 +16,7 @@ from raytrain_opt.config.section import (
     PositiveFloat,
     PositiveInt,
     Section,
+    default_kind,
 )
 
 LR_SETS: dict[str, tuple[float, ...]] = {
@@ -275,5 +276,7 @@ class ReplayPolicy(_Policy):
 
 
 LearningRateSection = Annotated[
-    StptPolicy | SchedulePolicy | ReplayPolicy | HorizonPolicy, Field(discriminator="policy")
+    StptPolicy | SchedulePolicy | ReplayPolicy | HorizonPolicy,
+    Field(discriminator="policy"),
+    default_kind("policy", "stpt_horizon"),
 ]

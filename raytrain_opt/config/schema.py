@@ -43,7 +43,7 @@ from raytrain_opt.config.updates import (
 from raytrain_opt.errors import JobError, Problem
 
 Precision = Literal["auto", "fp32", "fp32_strict", "bf16", "fp16"]
-Compile = Literal["auto", "none", "default", "max-autotune"]
+Compile = Literal["auto", "none", "default"]
 CLASSIFICATION = "classification"
 
 
@@ -289,7 +289,7 @@ class Job(Section):
     learning_rate: LearningRateSection = Field(
         default_factory=lambda: HorizonPolicy(policy="stpt_horizon"), validate_default=True
     )
-    """How the learning rate is chosen."""
+    """How the learning rate is chosen; without `policy` by stpt_horizon."""
     batch_size_search: BatchSizeSection | None = None
     """Choose the batch size by probes before the training, and change global_batch_size and
     learning_rate.initial accordingly; without `strategy` by throughput_knee. Default: no
@@ -324,9 +324,8 @@ class Job(Section):
     channels_last: bool = True
     """Use the channels_last memory format for images and convolutions."""
     compile: Compile = "auto"
-    """torch.compile for the model, in its mode default or max-autotune (without CUDA graphs).
-    auto: default on GPUs for models with attention, else none. Compiled, dropout draws other
-    random numbers."""
+    """torch.compile for the model, in its mode default. auto: default on GPUs for models with
+    attention, else none. Compiled, dropout draws other random numbers."""
     workers: WorkersSection = Field(default_factory=WorkersSection)
     """The data-parallel training processes."""
     slots: SlotsSection = Field(default_factory=SlotsSection)

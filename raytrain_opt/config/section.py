@@ -155,6 +155,16 @@ def is_function_name(name: object) -> bool:
     return callable(name) or (isinstance(name, str) and ":" in name)
 
 
+def default_kind(key: str, name: str) -> BeforeValidator:
+    """Let a section without the key that selects its kind be of this one."""
+
+    def add(section: Any) -> Any:
+        is_unnamed = isinstance(section, Mapping) and key not in section
+        return {key: name, **section} if is_unnamed else section
+
+    return BeforeValidator(add)
+
+
 class Section(BaseModel):
     """A part of the job file: unknown keys are refused, values never change after loading."""
 

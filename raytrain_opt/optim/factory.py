@@ -160,12 +160,12 @@ def build_optimizer(
         message = str(error) or type(error).__name__
         rule = f"{section.name} rejects this model's parameters: {message}"
         raise JobError([Problem("optimizer", rule)]) from error
-    require_all_parameters(optimizer, model)
+    _require_all_parameters(optimizer, model)
     set_lr(optimizer, 0.0)
     return optimizer
 
 
-def require_all_parameters(optimizer: Optimizer, model: nn.Module) -> None:
+def _require_all_parameters(optimizer: Optimizer, model: nn.Module) -> None:
     """Raise JobError for a parameter that trains, but that the optimizer does not know."""
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
     named = model.named_parameters()
@@ -193,7 +193,7 @@ def _resolve_class(name: str | Callable[..., Any]) -> Any:
     if not is_function_name(name):
         if name not in _CLASSES:
             valid = sorted(set(_CLASSES) - set(_UNSUPPORTED))
-            hint = nearest(str(name), valid, n=2, ignore_case=True)
+            hint = nearest(str(name), valid, n=2)
             rule = (
                 "must be a class of torch.optim, LARS, Muon, RMSpropWarmup, ScheduleFreeSGD, "
                 "ScheduleFreeAdamW, or package.module:Class"

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, ValidationError
 from raytrain_opt.config.learning_rate import SchedulePolicy
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.optim.epoch_steps import EpochSpan, EpochSteps, Length
-from raytrain_opt.optim.schedules import Schedule, build_schedule
+from raytrain_opt.optim.schedules import lr_at
 from raytrain_opt.results import Steps
 from raytrain_opt.search.policy import History, Policy, StartAgain, TrainEpoch
 
@@ -31,20 +31,27 @@ class FixedSchedule(Policy):
 
     def __post_init__(self) -> None:
         if self.length.known_epochs:  # a warm-up that is too long is refused now
-            self._schedule(())
+            self._total(())
 
-    def _schedule(self, plans: Sequence[EpochSpan]) -> Schedule:
-        total = self.length.planned_steps(self.steps, plans)
-        return build_schedule(self.section, total, steps_per_epoch=self.steps.first)
+    def _total(self, plans: Sequence[EpochSpan]) -> int:
+        """Return the updates of the schedule. Raises JobError if its warm-up has more."""
+        total, warmup = self.length.planned_steps(self.steps, plans), self.section.warmup
+        if warmup.length(self.steps.first) > total:
+            unit = "epochs" if warmup.steps is None else "steps"
+            rule = f"is longer than the training, which has {total} updates"
+            given = str(getattr(warmup, unit))
+            raise JobError([Problem(f"learning_rate.warmup.{unit}", rule, given)])
+        return total
 
     def next(self, epoch: int, history: History) -> TrainEpoch:
-        schedule = self._schedule(history.plans)
+        total, per_epoch = self._total(history.plans), self.steps.first
         span = self.length.span(epoch, self.steps, history.plans)
-        scale = self.length.planned_steps(self.steps, history.plans) / span.total
+        scale = total / span.total
         start, stride = span.start * scale, (span.stop - span.start) * scale / span.steps
         factor = self.section.gamma ** self._drops(history.epoch_losses)
-        lrs = tuple(factor * schedule.lr(start + i * stride) for i in range(span.steps))
-        return TrainEpoch(epoch, self.steps.last(epoch, lrs))
+        steps = (start + i * stride for i in range(span.steps))
+        lrs = (lr_at(self.section, t, steps=total, steps_per_epoch=per_epoch) for t in steps)
+        return TrainEpoch(epoch, self.steps.last(epoch, tuple(factor * lr for lr in lrs)))
 
     def _drops(self, losses: Sequence[float]) -> int:
         drops, waited, lowest = 0, 0, math.inf

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from raytrain_opt.config.learning_rate import LR_SETS, StptPolicy, Warmup
 from raytrain_opt.errors import DivergedError, JobError, Problem
 from raytrain_opt.optim.epoch_steps import EpochSteps
-from raytrain_opt.optim.schedules import Constant
-from raytrain_opt.optim.schedules import Warmup as RisingRate
+from raytrain_opt.optim.schedules import warmup_lr
 from raytrain_opt.results import Steps
 from raytrain_opt.search.policy import (
     Candidate,
@@ -126,12 +125,10 @@ class Stpt(Policy):
         return TrainEpoch(epoch, Steps(0, (lr,) * self.steps(epoch)))
 
     def _train_warmup(self, epoch: int) -> TrainEpoch:
-        initial, per_epoch, count = self.section.initial, self.steps.first, self.steps(epoch)
-        warmup, steps = self.warmup, self.warmup.epochs * per_epoch
-        start = warmup.start_lr(initial)
-        rise = RisingRate(start, initial, steps, warmup.shape, Constant(initial), steps)
-        first = (epoch - 1) * per_epoch
-        lrs = tuple(rise.lr(first + step * per_epoch / count) for step in range(count))
+        per_epoch, count, warmup = self.steps.first, self.steps(epoch), self.warmup
+        first, total = (epoch - 1) * per_epoch, warmup.epochs * per_epoch
+        steps = (first + step * per_epoch / count for step in range(count))
+        lrs = tuple(warmup_lr(warmup, self.section.initial, step, total) for step in steps)
         return TrainEpoch(epoch, Steps(0, lrs))
 
     def _raise_if_all_diverged(self, epoch: int, history: History) -> None:

@@ -207,12 +207,17 @@ class DataParallel(Parallel):
         self._balance.end_measurement()
 
     def _wrap(self) -> DistributedDataParallel:
+        arguments = dict(_SYNC_BUFFERS)
+        if sizes_mib := self._section.gradient_buckets:  # torch before 2.15 takes one size
+            is_list = "bucket_cap_mb_list" in _DDP_ARGUMENTS
+            arguments |= (
+                {"bucket_cap_mb_list": sizes_mib} if is_list else {"bucket_cap_mb": sizes_mib[-1]}
+            )
         ddp = DistributedDataParallel(
             self._model,
             device_ids=[self._device] if self._device.type == "cuda" else None,
             gradient_as_bucket_view=True,
-            **_SYNC_BUFFERS,
-            **bucket_arguments(self._section.gradient_buckets),
+            **arguments,
         )
 
         def exchange(_: None, bucket):  # type: ignore[no-untyped-def]  # DDP checks the types
@@ -344,15 +349,3 @@ def begin_communicator_warmup(device: torch.device) -> Future[None]:
                 stream.synchronize()
 
     return start_thread(connect)
-
-
-def bucket_arguments(
-    sizes_mib: list[int] | None, takes_list: bool = "bucket_cap_mb_list" in _DDP_ARGUMENTS
-) -> dict[str, Any]:
-    """Return DDP's arguments for buckets of these sizes, in the order of the backward pass.
-
-    DDP learns that order in its first step. Torch before 2.15 takes one size: the last one.
-    """
-    if sizes_mib is None:
-        return {}
-    return {"bucket_cap_mb_list": sizes_mib} if takes_list else {"bucket_cap_mb": sizes_mib[-1]}

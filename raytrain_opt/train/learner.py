@@ -49,7 +49,7 @@ from raytrain_opt.train.kernels import autocast_dtype, choose_kernels, compile_m
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.phase import Phase, describe, failed_steps
-from raytrain_opt.train.phase_checks import UpdateCheck, compare_ranks
+from raytrain_opt.train.rank_check import compare_ranks
 from raytrain_opt.train.state import TrainingState, capture, restore
 from raytrain_opt.train.task import build_task, find_metric_names
 
@@ -95,7 +95,7 @@ class Learner:
             self.model, self.task, names, self.data, self.autocast, self._seed, self._attempt
         )
         self._ranks_were_compared = False
-        self.compiled = compile_model(config.compile, self.model, device)
+        compile_model(config.compile, self.model, device)
         self.parallel = distribute(self.model, config.parallel)
         self._build_optimizer(0)
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
@@ -151,7 +151,6 @@ class Learner:
                 steps_per_epoch=self.info.steps_per_epoch(self.config.global_batch_size),
                 distributed=self.parallel.distributed,
             )
-        self._update_check = UpdateCheck(self.model, self.optimizer)
         average = self.config.average
         if average is not None and not averaging.averages_weights(self.optimizer):
             averaging.attach_ema(self.optimizer, average)
@@ -219,8 +218,6 @@ class Learner:
 
     def end(self) -> TrainTotals:
         """End the phase; return as `take_totals`. `finish_phase` takes the statistics then."""
-        if self._phase.steps > 1 and self._phase.failure is None:
-            self._update_check.end_phase()
         totals = self.take_totals()
         self.parallel.end_phase()
         self._batches = iter(())
@@ -323,7 +320,6 @@ class Learner:
         """
         with self.autocast():
             loss = self.task.training_loss(self.parallel.forward, batch.content)
-        self._update_check.check_loss(loss)
         # An unreadable sample has no gradient; the others must not weigh more for it.
         divisor *= (1 + batch.skipped / batch.size) / batch.relative_size
         scaled = loss if divisor == 1 else loss / divisor

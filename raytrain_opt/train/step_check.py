@@ -7,7 +7,8 @@ is computed twice from one state, and an evaluation is repeated by a network tha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from io import BytesIO
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from raytrain_opt.errors import JobError, Problem, first_of
 from raytrain_opt.models.factory import check_output, preserve_model
 from raytrain_opt.optim.update import set_lr
 from raytrain_opt.random_state import find_generators, seed_all
-from raytrain_opt.train.checkpoint import require_readable
 from raytrain_opt.train.state import capture, restore
 from raytrain_opt.train.task import (
     Classification,
@@ -31,7 +31,10 @@ from raytrain_opt.train.task import (
 
 # The same operations on a CPU give the same bits, unless memory is aligned in another way.
 _RTOL, _ATOL = 1e-4, 1e-7
-_LR = 1e-3  # of an update on trial
+_LR = 0.1  # of updates on trial
+# As a multiple of the rounding of a parameter: a plain gradient step that is visible. Others stay
+# the same for good, such as biases before a BatchNorm layer, whose gradients are rounding errors.
+_VISIBLE = 1e3
 
 
 def check_steps(
@@ -46,8 +49,9 @@ def check_steps(
 
     `train` and `test` hold two real samples, or one. `optimizers`: of the user's own. Model and
     task are preserved. Raises DataError for an exception of their code. Raises JobError: the loss
-    needs no gradient, gradients are sparse, a result depends on something that `state_dict()` does
-    not hold, or the state after an update cannot be saved and loaded.
+    needs no gradient or depends on parameters outside the network, gradients are sparse, a result
+    depends on something that `state_dict()` does not hold, an optimizer does not train all
+    parameters, or its state cannot be saved and loaded.
     """
     if isinstance(task, Classification):
         check_output(model, test.x, num_classes)
@@ -92,6 +96,8 @@ def _step(task: Task, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         with torch.enable_grad():
             loss = task.training_loss(module, batch.content)
             require_scalar(loss)
+            own = {id(p) for p in model.parameters()}
+            others = [str(list(p.shape)) for p in _parameters_of(loss) if id(p) not in own]
             if loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
     except Exception as error:
@@ -100,6 +106,10 @@ def _step(task: Task, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     if not loss.requires_grad:
         hint = "remove no_grad, detach, argmax, round or item from what computes it"
         raise JobError([Problem(field, "the training loss needs no gradient", None, hint)])
+    if others:
+        rule = f"the loss depends on parameters outside the network; shapes: {first_of(others)}"
+        hint = "make them attributes of the network, or freeze them: requires_grad_(False)"
+        raise JobError([Problem("task", rule, None, hint)])
     gradients = {n: p.grad.detach() for n, p in model.named_parameters() if p.grad is not None}
     if sparse := [n for n, gradient in gradients.items() if gradient.layout != torch.strided]:
         rule = f"has sparse gradients ({first_of(sparse)}), which are not supported"
@@ -109,25 +119,62 @@ def _step(task: Task, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     return {"loss": loss.detach(), **norms}
 
 
+def _parameters_of(loss: Tensor) -> Iterator[nn.Parameter]:
+    """Yield the parameters that a loss depends on."""
+    nodes = [loss.grad_fn] if loss.grad_fn is not None else []
+    seen = set(nodes)
+    for node in nodes:  # which grows
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter):
+            yield leaf
+        inputs = {n: None for n, _ in node.next_functions if n is not None and n not in seen}
+        seen.update(inputs)
+        nodes += inputs
+
+
 def _try_update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise JobError if an update cannot be computed, or the optimizer's state not be saved."""
+    """Raise JobError if updates cannot be computed, leave parameters out, or cannot be saved."""
     set_lr(optimizer, _LR)
+    before = _copies(dict(model.named_parameters()))
     try:
-        optimizer.step()
+        for _ in range(2):  # a warm-up of its own may begin at 0
+            optimizer.step()
     except (TypeError, AttributeError, AssertionError) as error:
         rule = f"its step() raised {cause(error)}"
         hint = "the loop computes the gradients and then calls step() without arguments"
         raise JobError([Problem("optimizer.name", rule, None, hint)]) from error
     except Exception:  # noqa: BLE001 - it may need a GPU, which the driver's node need not have
         return
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    rates = {p: float(g["lr"]) for g in optimizer.param_groups for p in g["params"]}
+    untrained = [
+        name
+        for name, p in model.named_parameters()
+        if torch.equal(p, before[name]) and _has_visible_step(p, rates.get(p, 0.0))
+    ]
+    if untrained:
+        rule = f"does not change parameters that have a gradient: {first_of(untrained)}"
+        hint = "train them in `step`, or freeze them: model.freeze"
+        raise JobError([Problem("optimizer.name", rule, None, hint)])
+    scaler, file = torch.amp.GradScaler("cpu", enabled=False), BytesIO()
     try:
         state = capture(model, optimizer, scaler, copy=True)
-        require_readable(state)
+        torch.save((state.param_groups, state.optimizer_state), file)
+        file.seek(0)
+        if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(file):
+            raise TypeError(f"a resume could not read {', '.join(unsafe)}")
         restore(state, model, optimizer, scaler)
-    except (RuntimeError, TypeError, ValueError, KeyError) as error:
+    except Exception as error:  # whatever an object raises that cannot be pickled
         rule = f"its state after a step cannot be saved and loaded: {cause(error)}"
-        raise JobError([Problem("optimizer.name", rule)]) from error
+        hint = "keep tensors, numbers, texts, lists and dicts in its groups and state"
+        raise JobError([Problem("optimizer.name", rule, None, hint)]) from error
+
+
+def _has_visible_step(parameter: nn.Parameter, lr: float) -> bool:
+    gradient = parameter.grad
+    if gradient is None or not gradient.isfinite().all():
+        return False
+    rounding = torch.finfo(parameter.dtype).eps * parameter.detach().abs()
+    return bool((lr * gradient.abs() > _VISIBLE * rounding).any())
 
 
 def _evaluate(task: Task, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -140,24 +187,14 @@ def _require_same_tensors(
     model: nn.Module, start: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]
 ) -> None:
     """Raise JobError unless the network still has the tensors that it had when it was built."""
-    old, new = ({n: list(t.shape) for n, t in s.items()} for s in (start, model.state_dict()))
-    texts = [
-        f"{name} has {_shape(old.get(name))} before it and {_shape(new.get(name))} after it"
-        for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name)
-    ]
+    old, new = ({n: t.shape for n, t in s.items()} for s in (start, model.state_dict()))
+    changed = [n for n in sorted(old.keys() | new.keys()) if old.get(n) != new.get(n)]
     own = dict(model.named_parameters())
-    texts += [f"{n} is a new parameter" for n in own if own[n] is not parameters.get(n, own[n])]
-    if texts:
-        rule = (
-            f"the first training step changes the tensors of the network: {first_of(texts, '; ')}"
-        )
+    changed += [n for n in own if own[n] is not parameters.get(n, own[n])]
+    if changed:
+        rule = f"the first training step replaces tensors, or their shapes: {first_of(changed)}"
         hint = "build all of them in the constructor, in their final shape"
         raise JobError([Problem("model.name", rule, None, hint)])
-
-
-def _shape(shape: list[int] | None) -> str:
-    return "no tensor" if shape is None else f"shape {shape}"
 
 
 def _not_saved(model: nn.Module, task: Task) -> dict[str, Any]:

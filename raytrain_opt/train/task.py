@@ -361,7 +361,7 @@ def check_loss(section: LossSection) -> list[Problem]:
 
 def _check_name(name: NameOrFunction, path: str, built_in: str, form: str) -> list[Problem]:
     if not is_function_name(name):
-        hint = nearest(str(name), [built_in], cutoff=0.4)
+        hint = nearest(str(name), [built_in])
         return [Problem(path, f"must be {built_in} or {form}", repr(name), hint)]
     return problems_of(lambda: resolve_function(name, path))
 

@@ -170,10 +170,9 @@ def test_the_doctor_reports_two_hosts_without_shared_storage(cluster: Cluster) -
         output = process.communicate()[0]
     assert process.returncode == 0, output
     print(output)
-    for about in ("Ray", "job", "versions", "GPUs", "room", "exchange"):
+    for about in ("Ray", "job", "versions", "GPUs", "room"):
         assert re.search(rf"│ ok +│ {about} ", output), about
     assert re.search(r"│ warning │ storage .*worker: does not see", output)
-    assert "2 workers on 2 nodes with gloo" in output
 
 
 def test_a_run_that_does_not_fit_fails_with_its_message(cluster: Cluster) -> None:

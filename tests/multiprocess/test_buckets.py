@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from raytrain_opt.config.updates import ParallelSection
 from raytrain_opt.train.data_parallel import (
+    _DDP_ARGUMENTS,
     DataParallel,
     begin_communicator_warmup,
-    bucket_arguments,
 )
 from raytrain_opt.train.micro_batches import MicroBatches
 from tests.support.process_group import Results, run_ranks
@@ -113,7 +113,7 @@ def test_two_processes_get_the_same_bits_in_any_buckets(ranks: list[Results]) ->
             assert torch.equal(real["listed"]["state"][name], value), name
 
 
-@pytest.mark.skipif("bucket_cap_mb" in bucket_arguments(LISTED), reason="torch takes one size")
+@pytest.mark.skipif("bucket_cap_mb_list" not in _DDP_ARGUMENTS, reason="torch takes one size")
 def test_listed_buckets_are_sent_once_per_update(ranks: list[Results]) -> None:
     """A bucket is complete with the gradient that reaches its size: 1 MiB, then 2 MiB."""
     for results in ranks:

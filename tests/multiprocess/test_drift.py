@@ -23,7 +23,7 @@ from raytrain_opt.pools.in_process import InProcessStates
 from raytrain_opt.pools.worker import Worker
 from raytrain_opt.results import Steps
 from raytrain_opt.search.policy import Candidate, TryCandidates
-from raytrain_opt.train import phase_checks
+from raytrain_opt.train import rank_check
 from raytrain_opt.train.data_parallel import DataParallel, Parallel
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
@@ -239,7 +239,7 @@ def raise_always(world_size: int) -> str:
 
 def run_rank(rank: int, world_size: int, folder: Path) -> Results:
     results: dict[str, Any] = {name: train(world_size, **case) for name, case in CASES.items()}
-    phase_checks._processor = lambda _: f"kind {rank}"
+    rank_check._processor = lambda _: f"kind {rank}"
     results["unlike processors"] = train(world_size, **CASES["state"])
     results["candidates"] = try_candidates(world_size)
     results["always"] = raise_always(world_size)
@@ -249,7 +249,7 @@ def run_rank(rank: int, world_size: int, folder: Path) -> Results:
 EXPECTED = {
     "max_norm": "embedding.weight",
     "write": "first.bias",
-    "state": "mean of embedding.weight in the optimizer",
+    "state": "optimizer.0.mean",
 }
 
 

@@ -138,12 +138,6 @@ def test_gray_images_and_other_sizes_fit_the_network(digits: str) -> None:
             model.preprocess([wrong])
 
 
-def test_a_checkpoint_that_was_not_kept_names_those_that_were(tmp_path: Path) -> None:
-    checkpoints = trained(tmp_path, epochs=3, evaluate={"every_epochs": 3}) + "/checkpoints"
-    with pytest.raises(JobError, match=r"complete checkpoints: epoch-0002, epoch-0003 \(given"):
-        load_model(f"{checkpoints}/epoch-0001")
-
-
 def test_wrong_arguments_of_predict(digits: str, tmp_path: Path) -> None:
     for images in (tmp_path, tmp_path / "missing.png"):
         assert "neither a file nor a folder with" in command_error("predict", digits, str(images))

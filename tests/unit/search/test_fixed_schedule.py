@@ -141,3 +141,5 @@ def test_a_warm_up_has_to_fit_into_the_training_as_first_planned() -> None:
     assert len(fits.next(1, history).steps.lrs) == 2
     with pytest.raises(JobError, match=r"warmup\.epochs: is longer than .* 7 updates"):
         too_long.next(1, history)
+    with pytest.raises(JobError, match=r"warmup\.steps: is longer than .* 10 updates"):
+        scheduled(Length(1), EpochSteps(10), warmup={"steps": 15})

@@ -16,7 +16,6 @@ from raytrain_opt.train.data_parallel import (
     DataParallel,
     Parallel,
     begin_communicator_warmup,
-    bucket_arguments,
 )
 from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.phase import Phase, failed_steps
@@ -61,12 +60,6 @@ def test_several_processes_use_ddp() -> None:
     parallel = DataParallel(nn.Linear(4, 2), section(gradient_buckets=[1, 2]))
     assert isinstance(parallel.forward, DistributedDataParallel)
     step(parallel)
-
-
-def test_ddp_gets_the_sizes_of_buckets_or_the_last_one() -> None:
-    assert bucket_arguments(None) == {}
-    assert bucket_arguments([1, 2], takes_list=True) == {"bucket_cap_mb_list": [1, 2]}
-    assert bucket_arguments([1, 2], takes_list=False) == {"bucket_cap_mb": 2}
 
 
 @pytest.mark.parametrize("sizes", [[], [0], [1, -2], "growing", 4])

@@ -92,6 +92,10 @@ def replace(net: Net, x: Tensor) -> Tensor:
     return x * net.scale
 
 
+def scaled_by(net: Net, x: Tensor) -> Tensor:
+    return x * net.others[0]
+
+
 def fail_in_training(net: Net, x: Tensor) -> Tensor:
     if net.training:
         raise ValueError("no teacher")
@@ -110,14 +114,15 @@ def fail_in_evaluation(net: Net, x: Tensor) -> Tensor:
         (Net(activation_norm, ready=False, scale=nn.Parameter(torch.ones(8))), "depends on ready"),
         (Net(count_down, steps=0), "depends on steps .*register_buffer"),
         (Net(anneal, beta=1.0), "depends on beta"),
-        (Net(prototypes, mean=torch.zeros(())), r"mean has shape \[\] before it and shape \[8\]"),
+        (Net(prototypes, mean=torch.zeros(())), "replaces tensors, or their shapes: mean"),
         (Net(prototypes, mean=0.0), "an evaluation .* depends on mean"),
         (Net(remember, seen=[]), "depends on seen"),
-        (Net(grow, memory=torch.zeros(0, 8)), r"memory has shape \[0, 8\] before it .* \[2, 8\]"),
-        (Net(create, late=None), "late.bias has no tensor before it"),
-        (Net(replace, scale=nn.Parameter(torch.ones(8))), "scale is a new parameter"),
+        (Net(grow, memory=torch.zeros(0, 8)), "replaces tensors, or their shapes: memory"),
+        (Net(create, late=None), "replaces tensors, or their shapes: late.bias"),
+        (Net(replace, scale=nn.Parameter(torch.ones(8))), "replaces tensors, .*: scale"),
         (nn.Sequential(nn.Linear(8, 4), nn.Softmax(1), nn.Threshold(2, 0)), None),
         (Net(lambda net, x: net.other(x)[0], other=nn.LSTM(8, 8)), None),
+        (Net(scaled_by, others=[nn.Parameter(torch.ones(8))]), r"outside the network; .* \[8\]"),
         (Net(fail_in_training), r"in training mode raised ValueError: no teacher \(at .* in fail"),
         (Net(fail_in_evaluation), "it cannot process .* no averages"),
         (Net(lambda _, x: x.no_such_method()), "no_such_method"),
@@ -221,9 +226,9 @@ def keep(value: Any) -> Callable[[Own, Any], object]:
     [
         (lambda _, closure: closure(), "its step.. raised TypeError: 'NoneType' object"),
         (lambda o, _: o.no_such_method(), "its step.. raised AttributeError"),
-        (keep(lambda: iter([])), "hold builtins.iter, which a resume could not read"),
-        (keep(lambda: lambda: None), "hold what cannot be saved"),
-        (keep(Annealed), "hold .*Annealed"),
+        (keep(lambda: iter([])), "a resume could not read builtins.iter"),
+        (keep(lambda: lambda: None), "cannot be saved and loaded: AttributeError"),
+        (keep(Annealed), "a resume could not read .*Annealed"),
         (keep(lambda: torch.zeros(3).to_sparse()), "cannot be saved and loaded"),
         (keep(lambda: [torch.zeros(2), 1.0]), ""),
         (keep(3), ""),
@@ -238,4 +243,39 @@ def test_an_optimizer_that_cannot_take_or_save_its_first_step_is_refused(
         check_steps(*arguments)
         return
     with pytest.raises(JobError, match=f"optimizer.name: .*({message})"):
+        check_steps(*arguments)
+
+
+class Matrices(torch.optim.SGD):
+    """SGD by `data`, as older optimizers, that takes all parameters and trains no biases."""
+
+    biases = False
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and (p.dim() > 1 or self.biases):
+                    p.data = p.data - group["lr"] * p.grad
+
+
+class Everything(Matrices):
+    biases = True
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [(Matrices, ": 1.weight, 1.bias; train"), (Everything, "")],
+)
+def test_an_optimizer_trains_every_parameter_with_a_gradient(
+    optimizer: type[Matrices], message: str
+) -> None:
+    """The bias before the BatchNorm layer does not move."""
+    net = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+    batch = Batch(torch.randn(8, 8), torch.arange(8) % 4)
+    own = [optimizer(net.parameters(), 0.1)]
+    arguments = Classification(LossSection()), net, batch, TEST, 4, own
+    if not message:
+        check_steps(*arguments)
+        return
+    with pytest.raises(JobError, match=message):
         check_steps(*arguments)
