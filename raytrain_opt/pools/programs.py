@@ -56,7 +56,8 @@ class SynchronousProgram:
         from raytrain_opt.pools.process_group import CommandGroup
         from raytrain_opt.pools.resident import Group
 
-        return Group() if context.get_world_size() == 1 else CommandGroup()
+        local_size = context.get_local_world_size()
+        return Group() if context.get_world_size() == 1 else CommandGroup(local_size)
 
     def make_handler(self, config: ResidentConfig, context: TrainContext, group: Group) -> Handler:
         """Build model and data, and distribute the model over the process group."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 import subprocess
 import sys
@@ -106,8 +105,6 @@ class Echo:
     def handle(self, command: Command, on_step: OnStep) -> Any:
         self.act(command, on_step)
         return command.name
-
-    failure: Exception | None = None
 
     def close(self) -> None: ...
 
@@ -249,6 +246,7 @@ class GroupMember:
     group: ThreadGroup
     rank: int
     size: int
+    peer_failure_grace_s: float = 0.0
 
     def broadcast(self, value: Any) -> Any:
         return self._exchange(value)[0]
@@ -276,15 +274,13 @@ def live(
     group: ThreadGroup,
     make_echo: Callable[[int], Echo],
     mailboxes: list[Any],
-    grace_s: float = 0,
-    no_progress_s: float = math.inf,
 ) -> None:
     """Let each rank, a thread, execute commands until the pool is closed."""
 
     def run_rank(rank: int) -> None:
         resident = Resident("worker", rank, "node", rank, "log")
         member = group.member(rank)
-        loop = CommandLoop(mailboxes[rank], resident, grace_s, member, (), no_progress_s)
+        loop = CommandLoop(mailboxes[rank], resident, member)
         loop.run(make_echo(rank))
 
     with ThreadPoolExecutor(group.size) as pool:
@@ -333,19 +329,3 @@ def test_a_rank_whose_exception_the_others_do_not_have_reports_it_itself() -> No
     live(group, make_echo, [mailbox, others])
     [failure] = others.replies
     assert "planted" in str(failure.error)
-
-
-def test_a_rank_for_which_the_others_wait_in_vain_says_what_it_raised() -> None:
-    """It went on after an exception, and the others wait in a collective of the model's own."""
-    group, mailbox, others = ThreadGroup(2), FakeMailbox(deque([EVALUATE])), FakeMailbox(deque())
-    reported = threading.Event()
-    others.on_send = lambda: others.replies and reported.set()
-
-    def make_echo(rank: int) -> Echo:
-        echo = Echo(lambda *_: reported.wait(20))
-        echo.failure = ValueError("planted") if rank else None
-        return echo
-
-    live(group, make_echo, [mailbox, others], no_progress_s=0.1)
-    assert "planted" in str(others.replies[0].error)
-    assert mailbox.replies == ["evaluate"] * 2
