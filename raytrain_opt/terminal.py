@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Self
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import (
     BarColumn,
     Progress,
@@ -17,7 +16,6 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
 
 from raytrain_opt.errors import printable
 from raytrain_opt.recording.records import BatchSizeProbeRecord, EpochRecord
@@ -51,7 +49,7 @@ class Terminal:
 
 
 class Bar(Terminal):
-    """A progress bar with epoch, phase, accuracy, speed, and elapsed and remaining time."""
+    """A progress bar with epoch, phase, and elapsed and remaining time, below the lines."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
@@ -62,11 +60,10 @@ class Bar(Terminal):
             TaskProgressColumn(),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[last_epoch]}", markup=False),
             console=console,
             transient=True,
         )
-        self._task = self._progress.add_task("starting", total=1.0, last_epoch="")
+        self._task = self._progress.add_task("starting", total=1.0)
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -82,9 +79,8 @@ class Bar(Terminal):
         self._progress.update(self._task, completed=fraction)
 
     def epoch(self, record: EpochRecord) -> None:
-        text = f"lr {record.lr:.4g}  {record.samples_per_s:,.0f} samples/s"
-        text = f"{_metric_text(record)}{text}"
-        self._progress.update(self._task, completed=record.epoch / record.epochs, last_epoch=text)
+        super().epoch(record)
+        self._progress.update(self._task, completed=record.epoch / record.epochs)
 
 
 def open_terminal() -> Terminal:
@@ -141,15 +137,9 @@ def _metric_text(record: EpochRecord) -> str:
     return f"test {metric.name} {metric.text(record.test_metric)}  " if metric else ""
 
 
-def print_summary(
-    metric: str, rows: Sequence[Sequence[str]], facts: Sequence[tuple[str, str]]
-) -> None:
-    """Print the table of epochs, then one line per fact (name, text)."""
+def print_facts(facts: Sequence[tuple[str, str]]) -> None:
+    """Print one line per fact (name, text)."""
     console = Console(file=sys.stdout)
-    table = Table("epoch", "learning rate", "train loss", f"test {escape(metric)}", "time")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-    width = max((len(name) for name, _ in facts), default=0)
+    width = max(len(name) for name, _ in facts)
     for name, text in facts:
         print_line(console, f"{name:<{width}}  {text}")

@@ -28,10 +28,9 @@ from raytrain_opt.recording.records import (
     best_epoch,
 )
 from raytrain_opt.report import try_write_report
-from raytrain_opt.report.plots import duration, percent, plain, rate
-from raytrain_opt.results import Metric
+from raytrain_opt.report.plots import duration, percent, rate
 from raytrain_opt.storage import join, write_text
-from raytrain_opt.terminal import print_summary
+from raytrain_opt.terminal import print_facts
 from raytrain_opt.train.trained_model import model_metadata
 from raytrain_opt.user_code import exits_as_errors
 
@@ -94,8 +93,7 @@ def finish(run: TrainingRun) -> RunResult:
     run.stop.progress(math.inf)
     run.checkpoints.publish()  # what the callbacks wrote
     run.terminal.advance(1.0)
-    name = (epochs[-1].metric or Metric()).name
-    print_summary(name, _rows(epochs), _facts(run, record, report))
+    print_facts(_facts(run, record, report))
     return RunResult(
         run_dir=run.paths.shown,
         test_metric=record.final.test_metric,
@@ -148,21 +146,8 @@ def _hardware(run: TrainingRun) -> Hardware:
     )
 
 
-def _rows(epochs: Sequence[EpochRecord]) -> list[tuple[str, ...]]:
-    return [
-        (
-            str(epoch.epoch),
-            rate(epoch.lr),
-            plain(epoch.train_loss),
-            _metric_text(epoch),
-            duration(epoch.duration_s),
-        )
-        for epoch in epochs
-    ]
-
-
 def _facts(run: TrainingRun, record: ResultRecord, report: str) -> list[tuple[str, str]]:
-    """Return name and text of each line below the table."""
+    """Return name and text of each line at the end."""
     run_dir, checkpoint = _shorten(run.paths.shown), run.checkpoints.latest
     cost = percent(record.search.fraction_of_training, 0)
     facts = [
@@ -172,7 +157,6 @@ def _facts(run: TrainingRun, record: ResultRecord, report: str) -> list[tuple[st
         ("wall time", duration(record.wall_s)),
         ("search cost", f"{cost} of the training's samples"),
         ("report", _shorten(report)),
-        ("records", join(run_dir, "*.jsonl")),
         ("TensorBoard", f"tensorboard --logdir {join(run_dir, 'tensorboard')}"),
     ]
     if checkpoint is not None:
@@ -200,23 +184,15 @@ def _best_epoch(record: ResultRecord) -> str:
     best, final = record.best, record.final
     if best is None or best.metric is None:
         return "–"
-    text = f"{best.epoch} of {record.epochs}: {best.metric.name} {_metric_text(best)}"
-    last = _metric_text(final)
-    text = text if last == _metric_text(best) else f"{text} (last {last})"
-    shown = {} if best.metric.name == "accuracy" else dict(best.test_metrics)
-    shown.pop(best.metric.name, None)
-    others = [f"{name} {Metric(name).text(value)}" for name, value in shown.items()]
-    return ", ".join([text, *others])
+    value, last = best.metric.text(best.test_metric), best.metric.text(final.test_metric)
+    text = f"{best.epoch} of {record.epochs}: {best.metric.name} {value}"
+    return text if last == value else f"{text} (last {last})"
 
 
 def _final_set(record: ResultRecord) -> Iterator[tuple[str, str]]:
     if record.final_set and record.best and (metric := record.best.metric):
         text = metric.text(record.final_set[metric.name])
         yield "test set", f"{metric.name} {text} at the best epoch, looked at once"
-
-
-def _metric_text(result: EpochResult) -> str:
-    return result.metric.text(result.test_metric) if result.metric else "–"
 
 
 def _shorten(path: str) -> str:

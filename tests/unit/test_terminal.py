@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from raytrain_opt.recording.records import EpochRecord
-from raytrain_opt.terminal import Bar, Terminal, epoch_text, open_terminal, print_summary
+from raytrain_opt.terminal import Bar, Terminal, epoch_text, open_terminal, print_facts
 from tests.support.synthetic_runs import epoch_line, evaluation
 
 
@@ -61,7 +61,7 @@ def test_a_line_says_how_long_the_other_epochs_take(
     assert text.endswith(left or "9000.0 s")
 
 
-def test_the_bar_shows_phase_percentage_and_last_epoch() -> None:
+def test_the_bar_shows_phase_and_percentage_below_the_lines() -> None:
     console, out = colored_console()
     with Bar(console) as terminal:
         terminal.phase("starting")
@@ -73,18 +73,16 @@ def test_the_bar_shows_phase_percentage_and_last_epoch() -> None:
     assert "run directory: [here]" in text
     assert "epoch 4/8  main train" in text
     assert "75%" in text
-    assert "accuracy 95.12 %  lr 0.0125  12,346 samples/s" in text
+    assert epoch_text(record()) in text
 
 
-def test_brackets_in_the_name_of_a_metric_stay(capsys: pytest.CaptureFixture[str]) -> None:
+def test_brackets_in_the_name_of_a_metric_stay() -> None:
     console, out = colored_console()
     name = "mAP [small]"
     metric = {"name": name, "higher_is_better": True}
     with Bar(console) as terminal:
         terminal.epoch(record(test_metrics={name: 0.5}, metric=metric))
     assert f"{name} 0.5" in plain(out.getvalue())
-    print_summary(name, [], [])
-    assert f"test {name}" in capsys.readouterr().out
 
 
 def test_a_pipe_gets_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,10 +100,7 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_summary_does_not_break_paths(capsys: pytest.CaptureFixture[str]) -> None:
     path = "/" + "/".join(["a-very-long-folder-name"] * 8) + "/result.json"
-    rows = [("1", "0.005", "2.31", "90.00%", "3 s"), ("2", "0.2", "0.7", "95.12 %", "2 s")]
-    print_summary("accuracy", rows, [("result", path), ("wall time", "3.0 s")])
+    print_facts([("result", path), ("wall time", "3.0 s")])
     out = capsys.readouterr().out
     assert f"result     {path}\n" in out
     assert "wall time  3.0 s" in out
-    for text in ("epoch", "learning rate", "train loss", "test accuracy", "2.31", "95.12 %"):
-        assert text in out
