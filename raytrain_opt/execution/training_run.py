@@ -375,8 +375,7 @@ class TrainingRun:
         self._lrs = self.recorder.lrs()
         text = f"resumed after {checkpoint.reached}"
         self.event_log.resume_clock(epoch, text, self.progress.partial_epoch.duration_s)
-        records, steps = self.recorder.epochs(), len(self._epoch.steps.lrs)
-        self.length.resume(records, self.history, self.policy, self.lrs, steps)
+        self.length.resume(self.recorder.epochs(), self.history)
         return self.pools.states.put(checkpoint.folder, state)
 
     def _log_lost(self, action: TryCandidates, results: list[CandidateResult]) -> None:
