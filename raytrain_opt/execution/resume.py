@@ -17,8 +17,8 @@ from raytrain_opt.config.section import is_instance
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.execution.resolve import Placement, settle
 from raytrain_opt.paths import check_run, newest_unfinished
-from raytrain_opt.recording.reader import read_raw_lines, read_record, read_text
-from raytrain_opt.recording.records import BatchSizeRecord
+from raytrain_opt.recording.reader import read_lines, read_raw_lines, read_record, read_text
+from raytrain_opt.recording.records import BatchSizeRecord, EpochRecord
 
 _ABSENT = object()
 # They change when a run gives up, what it keeps and where it runs, not what it computes. Data at
@@ -98,15 +98,22 @@ def _is_finished(run_dir: str) -> bool:
     return storage.read(run_dir, "result.json") is not None
 
 
+def _has_trained_for_its_time(run_dir: str) -> bool:
+    """Return whether a run has finished, and its `stop` section did not end it earlier."""
+    records = read_lines(run_dir, "epochs.jsonl", EpochRecord)
+    return _is_finished(run_dir) and len(records) == records[-1].epochs
+
+
 def _check_length(job: Job, trained: Mapping[str, Any], run_dir: str) -> None:
     """Refuse a length that the run cannot have any more after its epochs."""
     epochs, field, rule = len(read_raw_lines(run_dir, "epochs.jsonl")), "epochs", ""
-    had_time = trained.get("train_for") is not None and not _is_finished(run_dir)
     if not epochs:
         rule = "cannot change before epoch 1 is complete, whose search belongs to the length"
     elif job.epochs is not None and job.epochs <= epochs:
         rule = f"must be more than the {epochs} epochs that the run has trained"
-    elif job.train_for is not None and not had_time:
+    elif job.train_for is not None and (
+        trained.get("train_for") is None or _has_trained_for_its_time(run_dir)
+    ):
         field = "train_for"
         rule = "plans no more epochs of this run; give --set train_for=null --set epochs=N"
     if rule:

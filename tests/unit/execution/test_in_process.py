@@ -58,7 +58,6 @@ def test_a_run_in_one_process_leaves_the_files_of_a_run_on_ray(
     assert not ray.is_initialized()
     out = capsys.readouterr().out
     assert "in one process, without Ray" in out
-    assert "*.jsonl" in out
     assert (len(result.lrs), result.summary["search"]["rounds"]) == (
         2 * result.summary["steps_per_epoch"],
         2,
