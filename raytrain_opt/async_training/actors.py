@@ -1,14 +1,9 @@
-"""The parameter server as Ray actors: one coordinator, and shards that hold the weights.
+"""The parameter server as Ray actors, and the program of the workers. Imports no torch.
 
-At the end the program of the workers, which the driver hands to Ray Train.
-
-The pure parts are `scheduler` and `weight_shard`; this is who talks to whom. Workers claim
-micro-batches from the coordinator, pull weights from all shards, push gradients to all shards,
-which apply them at once, and report to the coordinator. Coordinator and shards know the phase that
-a message is about. A shard that died is another one, which knows no phase: it answers None, then
-the phase is aborted, and the driver repeats it.
-
-Importing this imports no torch: only the shards' processes load it.
+Workers claim micro-batches from the coordinator, pull weights from all shards, push gradients to
+all shards and report to the coordinator. Each message says which phase it is about. The actor in
+the place of a shard that died knows no phase: it answers None, then the phase is aborted, and the
+driver repeats it.
 """
 
 from __future__ import annotations
