@@ -199,10 +199,8 @@ class BufferUpdates:
 
 @dataclass(frozen=True)
 class AsyncWorkerMetrics:
-    """One worker's asynchronous phase: its time in all and by part, and the buffers it has."""
+    """One worker's asynchronous phase: its seconds in all (`compute_s`), by part, and buffers."""
 
-    duration_s: float
-    data_wait_s: float
     timings_s: dict[str, float]
     buffers: BufferUpdates
 

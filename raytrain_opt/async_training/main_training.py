@@ -60,22 +60,11 @@ class AsynchronousTraining:
             buffers = advance_buffers(start, [m.buffers for m in metrics], totals.steps)
             state_id = f"{phase.epoch}.{phase.steps.first + totals.steps}"
             state = self._states.put(state_id, assemble_state(start, parts, buffers))
-        timings_s = slowest(
-            {**w.timings_s, "compute_s": w.duration_s, "data_wait_s": w.data_wait_s}
-            for w in metrics
-        )
-        totals = replace(
-            totals,
-            duration_s=timings_s["compute_s"],
-            data_wait_s=timings_s["data_wait_s"],
-        )
-        return TrainingOutcome(
-            state,
-            totals,
-            {**timings_s, **stopwatch.timings_s},
-            len(metrics),
-            staleness,
-        )
+        timings_s = slowest(m.timings_s for m in metrics)
+        duration_s, data_wait_s = timings_s["compute_s"], timings_s["data_wait_s"]
+        totals = replace(totals, duration_s=duration_s, data_wait_s=data_wait_s)
+        timings_s |= stopwatch.timings_s
+        return TrainingOutcome(state, totals, timings_s, len(metrics), staleness)
 
     def evaluate(self, state: StateRef, split: Split = "test") -> EvalTotals:
         """Evaluate on the split; when a worker dies, the others start again."""

@@ -95,14 +95,8 @@ class AsyncTrainer:
                 with stopwatch.measure("end_wait_s"):
                     if not server.wait_for_work():
                         break
-        data_wait_s = stopwatch.timings_s.pop("data_wait_s", 0.0)
-        duration_s = monotonic_s() - started_s
-        return AsyncWorkerMetrics(
-            duration_s,
-            data_wait_s,
-            stopwatch.timings_s,
-            self.learner.buffers(count),
-        )
+        stopwatch.add("compute_s", monotonic_s() - started_s)
+        return AsyncWorkerMetrics(stopwatch.timings_s, self.learner.buffers(count))
 
     def _claim_batches(
         self, phase: EpochPhase, server: RemoteServer, stopwatch: Stopwatch
