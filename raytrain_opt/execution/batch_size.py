@@ -33,7 +33,7 @@ from raytrain_opt.search.batch_size.strategy import (
     Updates,
     largest_size,
 )
-from raytrain_opt.search.factory import build_strategy, check_sampler
+from raytrain_opt.search.factory import build_strategy
 from raytrain_opt.terminal import probe_text
 
 if TYPE_CHECKING:
@@ -85,8 +85,6 @@ def search_batch_size(
     placement: Placement,
     workspace: Workspace,
     open_prober: Callable[[], AbstractContextManager[ProbingSlot]],
-    *,
-    use_gpu: bool,
 ) -> int:
     """Return the global batch size that probes choose, or that they chose in a resumed run.
 
@@ -97,7 +95,6 @@ def search_batch_size(
     record = read_record(str(paths.local), "batch_size.json", BatchSizeRecord)
     if record is not None:  # a resumed run does not repeat a finished search
         return record.batch_size_per_worker * placement.workers
-    check_sampler(section, use_gpu=use_gpu)
     probes: list[BatchSizeProbeRecord] = []
 
     def record_probe(record: BatchSizeProbeRecord) -> None:

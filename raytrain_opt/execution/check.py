@@ -12,9 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raytrain_opt.config.data import (
-    DataSection,
-)
+from raytrain_opt.config.data import DataSection
 from raytrain_opt.config.load import plain_job, resolve_function
 from raytrain_opt.config.schema import Job
 from raytrain_opt.config.section import is_function_name
@@ -62,13 +60,12 @@ def check_sections(sections: Mapping[str, Any]) -> list[Problem]:
         "callbacks": _check_callbacks,
         "tracking": check_tracking,
     }
-    problems = [
+    return [
         problem
         for name, check in checks.items()
         if name in sections
         for problem in check(sections[name])
     ]
-    return problems + _check_sampler(sections)
 
 
 def check_data(data: DataSection) -> list[Problem]:
@@ -170,6 +167,8 @@ def _try_network(
     from torch.nn import GroupNorm
     from torch.nn.modules.batchnorm import _NormBase  # of BatchNorm and InstanceNorm
 
+    from raytrain_opt.data.base import refuse_channels_last
+    from raytrain_opt.models import build_model
     from raytrain_opt.optim.factory import EMBEDDING, group_parameters
     from raytrain_opt.optim.muon import orthogonalization_flops
     from raytrain_opt.train.pretrained import fit_pretrained, read_pretrained
@@ -177,7 +176,15 @@ def _try_network(
     from raytrain_opt.train.thread_choice import StepTimer
 
     shape, classes = info.sample_shape, info.num_classes
-    model = _build_model(job, info)
+    if not is_function_name(job.model.name):
+        refuse_channels_last(shape)
+    model = build_model(
+        job.model,
+        num_classes=classes,
+        sample_shape=shape,
+        seed=job.seed,
+        channels_last=job.channels_last,
+    )
     task = build_task(job.task, job.loss, info)
     _try_model(job, task, model, samples, classes)
     find_metric_names(task, model, samples[1])
@@ -208,21 +215,6 @@ def _try_network(
         embeddings=any(isinstance(layer, EMBEDDING) for layer in model.modules()),
     )
     return facts, StepTimer(task, model, samples[0], job.precision)
-
-
-def _build_model(job: Job, info: DataInfo) -> nn.Module:
-    from raytrain_opt.data.base import refuse_channels_last
-    from raytrain_opt.models import build_model
-
-    if not is_function_name(job.model.name):
-        refuse_channels_last(info.sample_shape)
-    return build_model(
-        job.model,
-        num_classes=info.num_classes,
-        sample_shape=info.sample_shape,
-        seed=job.seed,
-        channels_last=job.channels_last,
-    )
 
 
 def _estimated(flops: float, model: nn.Module, sample_shape: tuple[int, ...]) -> float:
@@ -279,16 +271,6 @@ def _check_schedule(section: Any) -> list[Problem]:
 
     recorded = getattr(section, "schedule", None)
     return [] if recorded is None else problems_of(lambda: read_schedule(recorded))
-
-
-def _check_sampler(sections: Mapping[str, Any]) -> list[Problem]:
-    """Check the sampler where the job itself excludes GPUs; otherwise the cluster decides."""
-    search, workers = sections.get("batch_size_search"), sections.get("workers")
-    if search is None or workers is None or workers.use_gpu is not False:
-        return []
-    from raytrain_opt.search.factory import check_sampler
-
-    return problems_of(lambda: check_sampler(search, use_gpu=False))
 
 
 def _check_path(field: str, path: str) -> list[Problem]:

@@ -33,6 +33,7 @@ from raytrain_opt.execution.signals import StopRequest
 from raytrain_opt.execution.workspace import Frontend, Workspace
 from raytrain_opt.pools.launcher import environment
 from raytrain_opt.pools.protocol import Pools
+from raytrain_opt.search.factory import check_sampler
 from raytrain_opt.storage import join
 from raytrain_opt.threads import Cores, start_thread
 from raytrain_opt.train.learner_config import OBJECT_SECTIONS
@@ -108,8 +109,7 @@ class RayBackend:
     ) -> None:
         self.options = f"--address {quote(address)}" if address else ""
         self._job, self._frontend, self._resumed = job, frontend, resumed
-        self._shared: SharedData = None  # until it is in Ray's object store
-        self._sections = b""  # that may hold the user's objects
+        self._unshared: tuple[bytes, SharedData] | None = None  # until in Ray's object store
         self._shared_refs: list[Any] | None = None
         self._choose_threads: ChooseThreads | None = None  # until the placement
         self.reading = start_thread(self._read)
@@ -120,8 +120,9 @@ class RayBackend:
         """Check the job, read its data, and import what the run needs next."""
         if problems := check_job(self._job):
             raise JobError(problems)
-        self._sections = _pickle_sections(self._job)
-        facts, self._shared, self._choose_threads = try_job(self._job, resumed=self._resumed)
+        sections = _pickle_sections(self._job)  # that may hold the user's objects
+        facts, shared, self._choose_threads = try_job(self._job, resumed=self._resumed)
+        self._unshared = sections, shared
         import_module("raytrain_opt.execution.start")
         return facts
 
@@ -154,29 +155,17 @@ class RayBackend:
         return Placement(plan.workers, threads)
 
     def find_batch_size(self, facts: Facts, placement: Placement, workspace: Workspace) -> int:
-        if self._job.batch_size_search is None:
-            return self._job.global_batch_size
+        job, paths = self._job, workspace.paths
+        if job.batch_size_search is None:
+            return job.global_batch_size
         # Not at the top: it loads torch, which a job without a search never needs here.
         from raytrain_opt.execution.start import start_prober
 
-        open_prober = partial(
-            start_prober,
-            self._job,
-            self.plan,
-            placement,
-            workspace.paths,
-            self._share(),
-            self.owns_ray,
-        )
+        check_sampler(job.batch_size_search, use_gpu=self.plan.use_gpu)
+        plan, shared = self.plan, self._share()
+        open_prober = partial(start_prober, job, plan, placement, paths, shared, self.owns_ray)
         with _keeping_ray_logs(workspace):
-            return search_batch_size(
-                self._job,
-                facts.info,
-                placement,
-                workspace,
-                open_prober,
-                use_gpu=self.plan.use_gpu,
-            )
+            return search_batch_size(job, facts.info, placement, workspace, open_prober)
 
     @contextmanager
     def start(self, resolved: Resolved, workspace: Workspace) -> Iterator[Pools]:
@@ -194,8 +183,8 @@ class RayBackend:
         In a list: Ray would fetch a bare one on the way.
         """
         if self._shared_refs is None:
-            self._shared_refs = [ray.put((self._sections, self._shared))]
-            self._sections, self._shared = b"", None
+            self._shared_refs = [ray.put(self._unshared)]
+            self._unshared = None
         return self._shared_refs
 
 

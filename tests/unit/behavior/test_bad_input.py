@@ -94,11 +94,6 @@ NAMES = [
         "must be callable as (output, labels)",
     ),
     (STPT.replace("stpt", "replay") + "schedule: none.json}", "learning_rate.schedule", "read"),
-    (
-        "batch_size_search: {strategy: gpu_usage_maximize}\nworkers: {use_gpu: false}",
-        "batch_size_search.utilization.sampler",
-        "must be cpu",
-    ),
 ]
 
 # Data against themselves, the model, the batch and the schedule.

@@ -135,7 +135,7 @@ def search_of(
         patch.setattr("raytrain_opt.execution.batch_size.build_strategy", build)
         patch.setattr("raytrain_opt.execution.batch_size.run_probes", run_probes)
         size, again = (
-            search_batch_size(searched, info, placement, workspace, nullcontext, use_gpu=False)  # type: ignore[arg-type]
+            search_batch_size(searched, info, placement, workspace, nullcontext)  # type: ignore[arg-type]
             for _ in range(2)
         )
     record = read_record(str(paths.local), "batch_size.json", BatchSizeRecord)
