@@ -92,15 +92,16 @@ def try_job(
 ) -> tuple[Facts, SharedData, StepTimer]:
     """Read the data of a job that passed `check_job`; try model and loss on them.
 
-    Also returns what all processes share of the data, and `train.thread_choice.StepTimer`
-    for the network, which it keeps. A `resumed` run needs no pretrained weights any more.
-
-    Raises DataError when the data cannot be used, JobError with all fields that do not match the
-    data.
+    Also returns what all processes share of the data, and a timer of the network, which it keeps.
+    A `resumed` run needs no pretrained weights any more. Raises DataError when the data cannot be
+    used, JobError with all fields that do not match them.
     """
     shared, info, samples = read_data(job)
-    problems = _check_worker_count(job, info)
-    if not problems and job.batch_size_search is None:
+    problems: list[Problem] = []
+    if job.workers.size > info.train_size:
+        rule = f"more than the training set has samples ({info.train_size})"
+        problems = [Problem("workers.count", rule, str(job.workers.size))]
+    elif job.batch_size_search is None:
         learner, length = LearnerConfig.from_job(job), length_of(job)
         problems = problems_of(lambda: build_policy(job, length, count_updates(learner, info)))
     tried: list[tuple[Facts, StepTimer]] = []
@@ -153,13 +154,6 @@ def read_data(job: Job) -> tuple[SharedData, DataInfo, tuple[Batch, Batch]]:
     return shared, replace(data.info, digest=data.source.digest()), samples
 
 
-def _check_worker_count(job: Job, info: DataInfo) -> list[Problem]:
-    if job.workers.size <= info.train_size:
-        return []
-    rule = f"more than the training set has samples ({info.train_size})"
-    return [Problem("workers.count", rule, str(job.workers.size))]
-
-
 def _try_network(
     job: Job, info: DataInfo, samples: tuple[Batch, Batch], *, resumed: bool
 ) -> tuple[Facts, StepTimer]:
@@ -196,8 +190,10 @@ def _try_network(
     groups = [group_parameters(optimizer, model) for optimizer in job.optimizers]
     sample_flops, search_flops, muon_flops = 0.0, math.inf, 0.0
     if job.learning_rate.searches_first:
-        sample_flops = count_flops(task, model, samples[0])
-        search_flops = _estimated(sample_flops, model, shape)
+        search_flops = sample_flops = count_flops(task, model, samples[0])
+        if math.isinf(sample_flops):  # as if every weight met every input
+            weights = sum(parameter.numel() for parameter in model.parameters())
+            search_flops = 6.0 * weights * math.prod(shape or ())
     if job.optimizer.chooses_freely:
         own = (group for section in groups for group in section if group.get("use_muon"))
         matrices = [p.shape for group in own for p in group["params"]]
@@ -215,14 +211,6 @@ def _try_network(
         embeddings=any(isinstance(layer, EMBEDDING) for layer in model.modules()),
     )
     return facts, StepTimer(task, model, samples[0], job.precision)
-
-
-def _estimated(flops: float, model: nn.Module, sample_shape: tuple[int, ...]) -> float:
-    """Return the operations of a sample, as if every weight met every input where none count."""
-    if not math.isinf(flops):
-        return flops
-    weights = sum(parameter.numel() for parameter in model.parameters())
-    return 6.0 * weights * math.prod(sample_shape or ())
 
 
 def _try_model(

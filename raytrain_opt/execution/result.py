@@ -108,8 +108,8 @@ def finish(run: TrainingRun) -> RunResult:
 def _result(
     run: TrainingRun, epochs: Sequence[EpochRecord], final_set: dict[str, float]
 ) -> ResultRecord:
-    best = best_epoch(epochs)
-    progress = run.progress
+    best, names = best_epoch(epochs), ("CPU", "GPU", "memory")
+    progress, pools = run.progress, run.pools
     return ResultRecord(
         finished_utc=utc_now(),
         job=run.job.name,
@@ -129,20 +129,16 @@ def _result(
         wall_s=run.event_log.elapsed_s(),
         time_to_first_step_s=run.startup.marks_s.get("first_step_s"),
         startup_s=dict(run.startup.marks_s),
-        restarts={pool.name: pool.restarts() for pool in run.pools.all},
+        restarts={pool.name: pool.restarts() for pool in pools.all},
         versions=versions(),
-        hardware=_hardware(run),
-    )
-
-
-def _hardware(run: TrainingRun) -> Hardware:
-    names = ("CPU", "GPU", "memory")
-    resources = run.pools.node_resources()
-    return Hardware(
-        nodes=tuple({name: node[name] for name in names if name in node} for node in resources),
-        workers=run.pools.workers.size,
-        slots=run.pools.slots.size if run.pools.slots else 0,
-        workers_use_gpu=run.pools.use_gpu,
+        hardware=Hardware(
+            nodes=tuple(
+                {n: node[n] for n in names if n in node} for node in pools.node_resources()
+            ),
+            workers=pools.workers.size,
+            slots=pools.slots.size if pools.slots else 0,
+            workers_use_gpu=pools.use_gpu,
+        ),
     )
 
 
@@ -153,12 +149,14 @@ def _facts(run: TrainingRun, record: ResultRecord, report: str) -> list[tuple[st
     facts = [
         ("trained with", f"{record.final.optimizer}, rates up to {rate(record.final.lr_peak)}"),
         ("best epoch", _best_epoch(record)),
-        *_final_set(record),
         ("wall time", duration(record.wall_s)),
         ("search cost", f"{cost} of the training's samples"),
         ("report", _shorten(report)),
         ("TensorBoard", f"tensorboard --logdir {join(run_dir, 'tensorboard')}"),
     ]
+    if record.final_set and record.best and (metric := record.best.metric):
+        text = metric.text(record.final_set[metric.name])
+        facts.insert(2, ("test set", f"{metric.name} {text} at the best epoch, looked at once"))
     if checkpoint is not None:
         facts.append(("checkpoint", join(run_dir, f"checkpoints/{checkpoint.folder}")))
         best = record.best and f"checkpoints/epoch-{record.best.epoch:04}"
@@ -187,12 +185,6 @@ def _best_epoch(record: ResultRecord) -> str:
     value, last = best.metric.text(best.test_metric), best.metric.text(final.test_metric)
     text = f"{best.epoch} of {record.epochs}: {best.metric.name} {value}"
     return text if last == value else f"{text} (last {last})"
-
-
-def _final_set(record: ResultRecord) -> Iterator[tuple[str, str]]:
-    if record.final_set and record.best and (metric := record.best.metric):
-        text = metric.text(record.final_set[metric.name])
-        yield "test set", f"{metric.name} {text} at the best epoch, looked at once"
 
 
 def _shorten(path: str) -> str:

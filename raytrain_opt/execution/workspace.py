@@ -7,7 +7,7 @@ import fcntl
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -52,8 +52,16 @@ class Workspace(Frontend):
 
     paths: RunPaths
     checkpoints: Checkpoints
-    write_job: Callable[[Job], None]
-    """Write job.yaml. Raises JobError if the storage cannot be written."""
+    resume: str | None = None
+
+    def write_job(self, job: Job) -> None:
+        """Write job.yaml. Raises JobError if the storage cannot be written."""
+        paths = self.paths
+        with _writing(paths, job, self.resume):
+            write_text(paths.job, dump_job(job))
+            for path in (paths.result, paths.ending):  # a run with a result is not resumed
+                path.unlink(missing_ok=True)
+            paths.publish()
 
 
 @contextmanager
@@ -101,22 +109,13 @@ def open_workspace(
             terminal.note(note)
         stop.advice = partial(how_to_resume, paths, job, options)
 
-        write_job = partial(_write_job, paths, job, resume)
         try:
-            yield Workspace(terminal, stop, frontend.startup, paths, checkpoints, write_job)
+            yield Workspace(terminal, stop, frontend.startup, paths, checkpoints, resume)
         except (JobError, DataError):
             if not resume and not checkpoints.saved:
                 stop.advice = None
                 remove_tree(paths.local)  # leave no directory of a run that could not start
             raise
-
-
-def _write_job(paths: RunPaths, job: Job, resume: str | None, resolved: Job) -> None:
-    with _writing(paths, job, resume):
-        write_text(paths.job, dump_job(resolved))
-        for path in (paths.result, paths.ending):  # a run with a result is not resumed
-            path.unlink(missing_ok=True)
-        paths.publish()
 
 
 @contextmanager

@@ -48,9 +48,8 @@ class SendInitialState(Command):
 class Pretrain(Command):
     """Ask slots or workers to train the plan's candidates from `state`, and to score them.
 
-    They train the first steps of the epoch. Workers train each candidate together. Of n `slots`,
-    the i-th trains candidates i, i + n, i + 2 n, ... one after the other (waves). The reply has
-    the results of the slot's candidates; of the workers, rank 0 has all.
+    Workers train each candidate together, and rank 0 replies with all results. Of n `slots`, the
+    i-th trains candidates i, i + n, i + 2 n, ... one after the other (waves).
     """
 
     state: StateRef
@@ -75,14 +74,11 @@ class SendCandidateState(Command):
 
 @dataclass(frozen=True)
 class ProbeBatchSize(Command):
-    """Ask a slot to measure training at a batch size, and to undo it.
-
-    `check`: the last measurement of a choice, longer and with an evaluation.
-    """
+    """Ask a slot to measure training at a batch size, and to undo it."""
 
     section: BatchSizeSection
     batch_size: int
-    check: bool
+    check: bool  # of a choice: longer, and with an evaluation
 
 
 @dataclass(frozen=True)
@@ -115,8 +111,8 @@ class MainTrain(Command):
 class Evaluate(Command):
     """Ask workers to evaluate `state` on a split, each on its part.
 
-    The reply has the totals over all workers, or, where they form no process group, of a part;
-    `workers` are those who take part then.
+    The reply has the totals over all workers, or, where they form no process group, of a part:
+    `workers` take part then.
     """
 
     state: StateRef

@@ -1,7 +1,4 @@
-"""Run both pools: residents in a Ray Train run (workers) and a Ray Tune experiment (slots).
-
-Imports no torch.
-"""
+"""Run workers in a Ray Train run, slots in a Ray Tune experiment. Imports no torch."""
 
 from __future__ import annotations
 
@@ -125,8 +122,7 @@ def run_slots(config: ResidentConfig) -> None:
 class ReportLostSlot(TrialProgressCallback):
     """Reports a slot that died more often than the job allows to the mailbox.
 
-    Tune prints a line for every trial that ends, whatever its verbosity, unless it finds a
-    callback of its base class, whose methods print. Slots are no trials of interest to a user.
+    It replaces the callback of Tune that prints a line for every trial that ends.
     """
 
     def __init__(self, mailbox: Any) -> None:

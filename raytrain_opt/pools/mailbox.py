@@ -1,15 +1,13 @@
 """The mailbox: the actor through which the driver and the residents of both pools talk.
 
 The driver posts a command to a pool and collects one reply per resident. A resident makes one call
-per command: it brings the reply to the last command and returns with the next one. For workers
-that form a process group, the first rank does so for all of them (`resident`). A restarted
+per command: it brings the reply to the last command and returns with the next one. A restarted
 resident joins again, gets the current command and repeats it from the same state, or waits for the
-next one when the driver has the replies. Nothing here uses Ray, so the tests need none. Callers
-use `resident.ResidentMailbox`, or Ray.
+next one when the driver has the replies. Nothing here uses Ray.
 
 Ray repeats a call whose connection was cut, and the first attempt may have been executed too:
-every method has the same effect twice as once. Messages carry their sender; those of a process
-that was replaced or given up are dropped.
+every method has the same effect twice as once. Messages of a process that was replaced or given up
+are dropped.
 """
 
 from __future__ import annotations
@@ -123,12 +121,7 @@ class PoolState:
             self.failed.add(index)
 
     def take_progress(self, index: int, progress: Progress) -> None:
-        """Record progress.
-
-        A report without any step since the last one is no sign of life: a hung process may send
-        the same number again and again. One with fewer steps was overtaken by a later one: Ray
-        does not keep the order of calls to this actor.
-        """
+        """Record steps; without new ones it is no sign of life, or a later one overtook it."""
         known = self.progress.get(index)
         if known is None or progress.done > known.done:
             self.hear(index)
@@ -142,10 +135,7 @@ class PoolState:
 
 
 class Mailbox:
-    """Commands out, replies in. All methods are asynchronous, and none blocks another.
-
-    `shared`: a list of the reference to what residents share. Ray would fetch a bare one.
-    """
+    """Commands out, replies in; `shared`: a list of the reference to what residents share."""
 
     def __init__(self, shared: list[Any] | None = None) -> None:
         self._pools: dict[str, PoolState] = defaultdict(PoolState)
@@ -201,7 +191,7 @@ class Mailbox:
         return isinstance(self._pools[pool].command, Close)
 
     async def shared(self) -> list[Any] | None:
-        """Return where the in-memory data set is."""
+        """Return the reference to what residents share, in a list."""
         return self._shared
 
     # Called by the driver.

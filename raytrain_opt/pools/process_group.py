@@ -1,7 +1,4 @@
-"""The process group of the workers: Ray Train connects it, commands travel in it.
-
-Its key-value store listens on one address only.
-"""
+"""The process group of the workers: Ray Train connects it, commands travel in it."""
 
 from __future__ import annotations
 
@@ -42,10 +39,9 @@ def backend_of(*, use_gpu: bool) -> Literal["nccl", "gloo"]:
 
 
 class CommandGroup(Group):
-    """A gloo group of all ranks for commands and replies.
+    """A gloo group of all ranks for commands and replies; gradients have another group.
 
-    Gradients have another group, on GPUs with NCCL. `dump` pickles a value; references in it stay
-    valid while the sender keeps the value.
+    `dump` pickles a value; references in it stay valid while the sender keeps the value.
     """
 
     def __init__(self, local_size: int, dump: Callable[[object], bytes] = dump_command) -> None:

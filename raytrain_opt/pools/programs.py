@@ -33,8 +33,7 @@ _COLLECTIVE_MARGIN_S = 60
 class SynchronousProgram:
     """What runs in workers that compute each step together, and in slots.
 
-    Pickled with the configuration; Ray Train and torch are imported inside the methods, because
-    the driver creates these objects and imports neither.
+    The driver creates it, and imports neither Ray Train nor torch: the methods do.
     """
 
     forms_group: ClassVar[bool] = True  # of all workers, so that one failure restarts all

@@ -1,9 +1,9 @@
 """The life of a resident process: join, execute commands, leave. Free of torch.
 
 Workers that form a process group have one voice: the first rank takes a command from the mailbox
-and broadcasts it in the group, and gathers the replies of all ranks. The mailbox has one caller
-for each group, whatever its size. Two things go other ways: the progress of the ranks, which a
-hung collective must not stop, and an exception that other ranks may not have.
+and broadcasts it in the group, and gathers the replies of all ranks. Two things go other ways: the
+progress of the ranks, which a hung collective must not stop, and an exception that other ranks may
+not have.
 """
 
 from __future__ import annotations
