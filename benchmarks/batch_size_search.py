@@ -22,14 +22,13 @@ building the network), `choice` (the lower median), `samples_per_s_of_choice`, a
 100 * (1 - median over pairs of choice / best). The best size is the best of a noisy sweep, so a
 choice may beat it: then the regret is negative.
 
-One finder is not made for a CPU. GpuUsageMaximize sees CPU time
-(`utilization.sampler: cpu`, samples of 0.2 s, correct to 5 %), which is close to 100 % at any size
-when nothing else runs: the published rule then shrinks the batch. So it is on a GPU that NVML
-cannot watch (MIG). To save time, `--max-loops` bounds the published strategies' probes (100 by
-default in a job). All other settings are a job's defaults: a probe of ThroughputKnee ends at a
-standard error of 2 %, because that strategy repeats noisy sizes, a probe of the published
-strategies at 1 %, because they look at each size once. `--max-probe-s 0.7` makes all probes about
-equally long.
+One finder is not made for a CPU. GpuUsageMaximize sees CPU time (samples of 0.2 s, correct to 5
+%), which is close to 100 % at any size when nothing else runs: the published rule then shrinks the
+batch. It is left out on a GPU that NVML cannot watch (MIG). To save time, `--max-loops` bounds the
+published strategies' probes (100 by default in a job). All other settings are a job's defaults: a
+probe of ThroughputKnee ends at a standard error of 2 %, because that strategy repeats noisy sizes,
+a probe of the published strategies at 1 %, because they look at each size once.
+`--max-probe-s 0.7` makes all probes about equally long.
 
 Measure on a machine with nothing else to do; resnet8_28 takes 6 to 10 minutes on 2 cores. Each
 case prints its JSON object when it is done; the last line holds all of them by name.
@@ -55,7 +54,7 @@ from torch.utils.data import Dataset, TensorDataset
 from benchmarks.common import finite, machine, synthetic_images
 from raytrain_opt import MinibatchSizeOptimizer
 from raytrain_opt.clock import monotonic_s
-from raytrain_opt.config.batch_size import ThroughputKneeSearch
+from raytrain_opt.config.batch_size import GpuUsageMaximizeSearch, ThroughputKneeSearch
 from raytrain_opt.config.schema import ModelSection
 from raytrain_opt.errors import ResourcesError
 from raytrain_opt.models import build_model
@@ -343,7 +342,10 @@ def run_case(name: str, args: argparse.Namespace) -> dict[str, object]:
         training = cpu_training(args)
         return compare(training, strategies(training, args.max_loops), args)
     training = gpu_training(GPU_CASES[name], torch.device("cuda"), args)
-    result = compare(training, strategies(training, args.max_loops), args)
+    finders = strategies(training, args.max_loops)
+    if not _is_watched(training.device):
+        del finders["gpu_usage_maximize"]
+    result = compare(training, finders, args)
     # The next case needs the memory; what this one cached must not count as its peak.
     del training
     torch.cuda.empty_cache()
@@ -352,7 +354,7 @@ def run_case(name: str, args: argparse.Namespace) -> dict[str, object]:
 
 def cpu_training(args: argparse.Namespace) -> Training:
     network = ModelSection(name="resnet8", args={"width": args.width})
-    device, settings = torch.device("cpu"), _settings(args, "cpu")
+    device, settings = torch.device("cpu"), _settings(args)
     return sgd_training(network, CPU_CLASSES, CPU_SHAPE, _dataset(args), device, settings=settings)
 
 
@@ -363,30 +365,29 @@ def gpu_training(case: Case, device: torch.device, args: argparse.Namespace) -> 
         (3, case.pixels, case.pixels),
         RandomImages(case),
         device,
-        settings=_settings(args, _gpu_sampler(device)),
+        settings=_settings(args),
         autocast=partial(torch.autocast, device.type, dtype=torch.bfloat16),
         loader={"collate_fn": keep_batch},
     )
 
 
-def _settings(args: argparse.Namespace, sampler: str) -> dict[str, Any]:
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "max_batch_size": args.max_batch_size,
         "max_probe_s": args.max_probe_s,
-        "utilization": {"sampler": sampler, "period_s": 0.2},
+        "utilization_period_s": 0.2,
     }
 
 
-def _gpu_sampler(device: torch.device) -> str:
-    """Return "nvml" if NVML can watch this process's GPU, else "cpu"."""
-    settings = {"strategy": "throughput_knee", "utilization": {"sampler": "nvml"}}
-    section = ThroughputKneeSearch.model_validate(settings)
+def _is_watched(device: torch.device) -> bool:
+    """Return whether NVML can watch this process's GPU."""
+    section = GpuUsageMaximizeSearch(strategy="gpu_usage_maximize")
     try:
         open_probe_sampler(section, device, torch.get_num_threads())
     except ResourcesError as error:
-        say(f"measuring the CPU's utilization instead: {error}")
-        return "cpu"
-    return "nvml"
+        say(f"without gpu_usage_maximize: {error}")
+        return False
+    return True
 
 
 def _dataset(args: argparse.Namespace) -> TensorDataset:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from raytrain_opt.recording.predictions import PredictionsRecord
 from raytrain_opt.recording.records import (
     BatchSizeProbeRecord,
     BatchSizeRecord,
     EpochRecord,
     Event,
     Phase,
+    PredictionsRecord,
     Record,
     ResultRecord,
     RoundRecord,
@@ -18,17 +18,17 @@ from raytrain_opt.recording.records import (
 )
 
 # Record files of a run directory, in the order in which a reader meets them.
-RECORDS: dict[str, type[Record]] = {
-    "epochs.jsonl": EpochRecord,
-    "rounds.jsonl": RoundRecord,
-    "events.jsonl": Event,
-    "timeline.jsonl": Phase,
-    "batch_size.jsonl": BatchSizeProbeRecord,
-    "batch_size.json": BatchSizeRecord,
-    "schedule.jsonl": ScheduleRecord,
-    "predictions.json": PredictionsRecord,
-    "result.json": ResultRecord,
-}
+RECORDS: tuple[type[Record], ...] = (
+    EpochRecord,
+    RoundRecord,
+    Event,
+    Phase,
+    BatchSizeProbeRecord,
+    BatchSizeRecord,
+    ScheduleRecord,
+    PredictionsRecord,
+    ResultRecord,
+)
 
 
 def records_markdown() -> str:
@@ -38,10 +38,10 @@ def records_markdown() -> str:
     """
     sections: list[str] = []
     objects: dict[str, dict[str, Any]] = {}
-    for file, model in RECORDS.items():
+    for model in RECORDS:
         schema = model.model_json_schema(mode="serialization")
         objects |= schema.get("$defs", {})
-        sections.append(_section(f"`{file}`", schema))
+        sections.append(_section(f"`{model.file}`", schema))
     sections += [_section(name, schema, level=4) for name, schema in sorted(objects.items())]
     return "\n".join(sections)
 

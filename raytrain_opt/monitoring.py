@@ -16,8 +16,7 @@ from time import process_time
 import pynvml
 
 from raytrain_opt.clock import monotonic_s
-from raytrain_opt.config.batch_size import UtilizationSection
-from raytrain_opt.errors import JobError, Problem, ResourcesError
+from raytrain_opt.errors import ResourcesError
 from raytrain_opt.threads import start_thread
 
 # A sample takes milliseconds; a driver of a GPU that hangs must not keep this process alive.
@@ -27,26 +26,11 @@ Sampler = Callable[[], float]
 """Return percent, 0..100, since the last call, or now if the device reports only that."""
 
 
-def open_sampler(
-    section: UtilizationSection, *, threads: int, gpu_uuid: str | None = None
-) -> Sampler:
-    """Open the sampler that batch_size_search.utilization requests.
-
-    threads: compute threads of the process; when all are busy, the CPU sampler returns 100 %.
-    gpu_uuid: UUID of the GPU on which the process trains, from torch; None without a GPU.
-
-    Raises JobError for nvml without a GPU, ResourcesError if NVML cannot monitor this GPU.
-    """
-    if section.sampler == "nvml" and gpu_uuid is None:
-        rule = "must be cpu or auto when the job trains without a GPU"
-        raise JobError([Problem("batch_size_search.utilization.sampler", rule, "'nvml'")])
-    if section.sampler == "cpu" or gpu_uuid is None:
-        return CpuSampler(threads)
-    return NvmlSampler(gpu_uuid)
-
-
 class CpuSampler:
-    """CPU time of all threads of this process, relative to the time of its compute threads."""
+    """CPU time of all threads of this process, relative to the time of its compute threads.
+
+    When all compute threads are busy, it returns 100 %.
+    """
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
@@ -79,13 +63,13 @@ class NvmlSampler:
 
 @contextmanager
 def _explained(task: str) -> Iterator[None]:
-    """Turn errors of NVML into errors that name the setting to change."""
+    """Turn errors of NVML into errors that say what to do."""
     try:
         yield
     except pynvml.NVMLError as error:
         raise ResourcesError(
             f"NVML, a part of the NVIDIA driver, cannot {task}: {error}. It watches no MIG "
-            "instance; set batch_size_search.utilization.sampler: cpu to sample CPU time instead"
+            "instance; batch_size_search.strategy: throughput_knee needs no utilization"
         ) from error
 
 

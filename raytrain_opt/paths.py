@@ -53,8 +53,6 @@ class FoundRun(NamedTuple):
 class RunPaths:
     """The files of one run below `local`; `remote` is the URI of its copy, if any.
 
-    Files of JSON lines have a line per round, epoch, failure or recovery (`events`), probe
-    (`batch_sizes`), and epoch with its learning rates (`schedule`).
     `job` has all defaults filled in; `index.json` of `checkpoints` names the complete ones.
     """
 
@@ -65,11 +63,6 @@ class RunPaths:
         self.remote = remote
         self.job, self.result = local / "job.yaml", local / "result.json"
         self.ending = local / ENDING
-        self.rounds, self.epochs = local / "rounds.jsonl", local / "epochs.jsonl"
-        self.schedule, self.events = local / "schedule.jsonl", local / "events.jsonl"
-        self.timeline = local / "timeline.jsonl"
-        self.batch_sizes, self.batch_size = local / "batch_size.jsonl", local / "batch_size.json"
-        self.predictions = local / "predictions.json"
         self.tensorboard, self.checkpoints = local / "tensorboard", local / "checkpoints"
         self._copy = None if remote is None else RunCopy(remote, local)
         self._folder = folder
@@ -179,8 +172,7 @@ class RunPaths:
 
         Raises StorageError.
         """
-        records = (self.rounds, self.epochs, self.schedule, self.events, self.timeline)
-        for path in (*filter(Path.exists, records), self.local, self.local.parent):
+        for path in (*self.local.glob("*.jsonl"), self.local, self.local.parent):
             try:
                 sync(path)
             except OSError as error:

@@ -65,7 +65,7 @@ PATCHES = "model=" + json.dumps(
     {"name": "benchmarks.comparison_tasks:resnet8_of_patches", "args": {"width": 8, "patch": 8}}
 )
 # Of both jobs: one thread in place of a GPU, and samples of its utilization in a short probe.
-ONE_THREAD = ("workers={count: 1, threads: 1}", "batch_size_search.utilization.period_s=0.2")
+ONE_THREAD = ("workers={count: 1, threads: 1}", "batch_size_search.utilization_period_s=0.2")
 _NO_VALIDATION = {"validation_fraction": 0}
 TASK = Task("cifar100_fine_32", "cifar100_fine", 32, 8192, 0)
 QUICK_SIZES, SIZES, JUMP_SIZES = (10, 20, 50, 100), range(10, 501, 10), range(96, 107, 2)
@@ -130,7 +130,7 @@ class Probed:
     def search(self, strategy: str, initial: int, max_loops: int) -> list[Probe]:
         """Search as the job's strategy, or the other one, does; the last probe is the choice's."""
         section = {"strategy": strategy, "initial": initial, "max_loops": max_loops}
-        section["utilization"] = {"sampler": "cpu", "period_s": 0.2}
+        section["utilization_period_s"] = 0.2
         values = self.job.model_dump(exclude_unset=True) | {"batch_size_search": section}
         job = Job.model_validate(values)
         assert job.batch_size_search is not None

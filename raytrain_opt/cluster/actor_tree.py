@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -30,18 +29,6 @@ _REMOTE_SETTLE_S = 1.0
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Leftovers:
-    """What is left of a tree: class names of actors, process ids, placement groups."""
-
-    actors: tuple[str, ...] = ()
-    pids: tuple[int, ...] = ()
-    placement_groups: tuple[str, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.actors or self.pids or self.placement_groups)
-
-
 class ActorTree:
     """An actor, the actors it created, and so on recursively.
 
@@ -53,65 +40,57 @@ class ActorTree:
         self.actor_ids, self.worker_ids = {ray_private.actor_id(root)}, set[str]()
         self.pids = set[int]()
         self.spans_nodes = False
-        self.leftovers()
+        self.alive()
 
-    def leftovers(self) -> Leftovers:
-        """Read Ray's tables once more, and return what of the tree is alive."""
-        actors = self._members()
-        alive = tuple(actor.class_name for actor in actors if not actor.is_dead)
-        groups = tuple(
-            group.id
-            for group in ray_private.read_placement_groups()
-            if group.creator_actor_id in self.actor_ids
-        )
-        return Leftovers(alive, tuple(filter(_is_running, sorted(self.pids))), groups)
-
-    def _members(self) -> list[ray_private.ActorRecord]:
-        """Return the records of the tree's actors, found from parent to child."""
+    def alive(self) -> list[str]:
+        """Read Ray's table once more, and return the actors and processes that are alive."""
         records = ray_private.read_actors()
-        this_node = ray.get_runtime_context().get_node_id()
         size = 0
-        while size < len(self.actor_ids) + len(self.worker_ids):
+        while size < len(self.actor_ids) + len(self.worker_ids):  # from parent to child
             size = len(self.actor_ids) + len(self.worker_ids)
-            for record in records:
-                if record.owner_worker_id in self.worker_ids:
-                    self.actor_ids.add(record.id)
-                if record.id in self.actor_ids and record.worker_id:
-                    self.worker_ids.add(record.worker_id)
-        actors = [record for record in records if record.id in self.actor_ids]
-        for actor in actors:
-            if actor.pid and actor.node_id == this_node:
-                self.pids.add(actor.pid)
-            elif actor.pid:
-                self.spans_nodes = True
-        return actors
+            for actor in records:
+                if actor.owner_worker_id in self.worker_ids:
+                    self.actor_ids.add(actor.id)
+                if actor.id in self.actor_ids and actor.worker_id:
+                    self.worker_ids.add(actor.worker_id)
+        actors = [actor for actor in records if actor.id in self.actor_ids]
+        this_node = ray.get_runtime_context().get_node_id()
+        self.pids |= {actor.pid for actor in actors if actor.pid and actor.node_id == this_node}
+        self.spans_nodes |= any(actor.pid and actor.node_id != this_node for actor in actors)
+        names = [actor.class_name for actor in actors if not actor.is_dead]
+        return names + [f"process {pid}" for pid in sorted(self.pids) if _is_running(pid)]
+
+    def groups(self) -> list[str]:
+        """Return the placement groups that actors of the tree have created."""
+        groups = ray_private.read_placement_groups()
+        return [group for group, creator in groups.items() if creator in self.actor_ids]
+
+    def remove_groups(self) -> None:
+        """Give back what the placement groups hold."""
+        for group in self.groups():
+            ray_private.remove_placement_group_by_id(group)
 
 
-def end_actor_tree(root: Any, limit_s: float = _LIMIT_S) -> Leftovers:
+def end_actor_tree(root: Any, limit_s: float = _LIMIT_S) -> list[str]:
     """End the actor behind this handle with everything it started.
 
-    Returns what is left after `limit_s` seconds, normally nothing. Does not raise: it runs where
+    Returns what is alive after `limit_s` seconds, normally nothing. Does not raise: it runs where
     another error may be on its way to the user.
     """
     tree = ActorTree(root)
     ray.kill(root)
     deadline_s = monotonic_s() + limit_s
-    while (leftovers := tree.leftovers()) and monotonic_s() < deadline_s:
-        if not leftovers.actors and not leftovers.pids:
-            _remove(leftovers)
+    while ((alive := tree.alive()) or tree.groups()) and monotonic_s() < deadline_s:
+        if not alive:
+            tree.remove_groups()
         time.sleep(_POLL_S)
     if tree.spans_nodes:
         time.sleep(_REMOTE_SETTLE_S)
-        leftovers = tree.leftovers()
-    _remove(leftovers)  # even when a process does not end: the next run needs the resources
-    if leftovers.actors or leftovers.pids:
-        _log.warning(
-            "still there %.0f s after the end of a run: actors %s; processes %s",
-            limit_s,
-            ", ".join(leftovers.actors),
-            leftovers.pids,
-        )
-    return leftovers
+        alive = tree.alive()
+    tree.remove_groups()  # even when a process does not end: the next run needs the resources
+    if alive:
+        _log.warning("still there %.0f s after the end of a run: %s", limit_s, ", ".join(alive))
+    return alive
 
 
 def wait_for_exit(node_id: str, pid: int, limit_s: float = _LIMIT_S) -> None:
@@ -122,11 +101,6 @@ def wait_for_exit(node_id: str, pid: int, limit_s: float = _LIMIT_S) -> None:
     deadline_s = monotonic_s() + limit_s
     while _is_running(pid) and monotonic_s() < deadline_s:
         time.sleep(_POLL_S)
-
-
-def _remove(leftovers: Leftovers) -> None:
-    for group in leftovers.placement_groups:
-        ray_private.remove_placement_group_by_id(group)
 
 
 def _is_running(pid: int) -> bool:

@@ -12,7 +12,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -42,15 +42,6 @@ class ActorRecord:
     owner_worker_id: str  # of the process that created it
     node_id: str
     pid: int
-
-
-@dataclass(frozen=True)
-class PlacementGroupRecord:
-    """One placement group that is not removed. `creator_actor_id` is "" if a driver created it."""
-
-    id: str
-    creator_actor_id: str
-    job_id: str
 
 
 @contextmanager
@@ -170,11 +161,8 @@ def ended_processes() -> list[str]:
 def start_processes_with(program: str) -> AbstractContextManager[None]:
     """Let a Ray that is started inside the block run `program` in place of `setup_worker.py`.
 
-    Ray joins the name of that file to a folder, so an absolute path replaces both. Should Ray
-    rename it, its processes start as on a cluster.
+    Ray joins the name of that file to a folder, so an absolute path replaces both.
     """
-    if not hasattr(ray_constants, "SETUP_WORKER_FILENAME"):
-        return nullcontext()
     return _replaced(ray_constants, "SETUP_WORKER_FILENAME", program)
 
 
@@ -216,20 +204,16 @@ def read_actors() -> list[ActorRecord]:
 
 
 @client_mode_wrap  # type: ignore[untyped-decorator, unused-ignore]
-def read_placement_groups() -> list[PlacementGroupRecord]:
-    """Return the placement groups of the cluster that hold or wait for resources."""
+def read_placement_groups() -> dict[str, str]:
+    """Return the actor that created each placement group that is not removed; "" for a driver."""
     from ray.core.generated.gcs_pb2 import PlacementGroupTableData  # type: ignore[attr-defined]
 
     table = map(PlacementGroupTableData.FromString, _accessor().get_placement_group_table())
-    return [
-        PlacementGroupRecord(
-            group.placement_group_id.hex(),
-            _hex(group.creator_actor_id),
-            group.creator_job_id.hex(),
-        )
+    return {
+        group.placement_group_id.hex(): _hex(group.creator_actor_id)
         for group in table
         if group.state != PlacementGroupTableData.REMOVED
-    ]
+    }
 
 
 @client_mode_wrap  # type: ignore[untyped-decorator, unused-ignore]
@@ -239,14 +223,6 @@ def available_resources_per_node() -> dict[str, dict[str, float]]:
 
     free: dict[str, dict[str, float]] = state.available_resources_per_node()  # type: ignore[no-untyped-call]
     return free
-
-
-@client_mode_wrap  # type: ignore[untyped-decorator, unused-ignore]
-def draining_nodes() -> set[str]:
-    """Return the identities of the nodes that will be taken away."""
-    from ray._private.state import state
-
-    return set(state.get_draining_nodes())
 
 
 def _hex(identity: bytes) -> str:

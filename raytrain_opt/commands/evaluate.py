@@ -1,10 +1,11 @@
-"""Errors or metrics of finished runs on the test set; ensembles; one process, no Ray."""
+"""Metrics of finished runs on the test set, and of ensembles; one process, no Ray."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +24,7 @@ from raytrain_opt.train.trained_model import SavedWeights, find_weights, read_de
 _NEEDED = ("model", "data", "optimizer", "task", "loss")
 
 
-@dataclass(frozen=True, eq=False)
-class Predictions:
+class Predictions(NamedTuple):
     """Probabilities, float32 [samples, classes], and labels, int64 [samples], in order, on CPU.
 
     `digest`: of the data, as a resume compares it.
@@ -36,19 +36,12 @@ class Predictions:
 
 
 @dataclass(frozen=True)
-class ErrorRates:
-    """Fractions of samples whose label is not the top prediction, or not in the top five."""
+class Evaluated:
+    """The metrics of a task on the test set; with classification `top1_error`, `top5_error`.
 
-    run: str
-    checkpoint: str
-    samples: int
-    top1_error: float
-    top5_error: float
-
-
-@dataclass(frozen=True)
-class TaskMetrics:
-    """The metrics of a task on the test set, by name."""
+    These are the fractions of samples whose label is not the top prediction, or not in the top
+    five.
+    """
 
     run: str
     checkpoint: str
@@ -58,26 +51,19 @@ class TaskMetrics:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The errors or metrics of all runs, and of their ensemble where it was asked for."""
+    """The metrics of all runs, and of their ensemble where it was asked for."""
 
-    runs: tuple[ErrorRates | TaskMetrics, ...]
-    ensemble: ErrorRates | None
+    runs: tuple[Evaluated, ...]
+    ensemble: Evaluated | None
     notes: tuple[str, ...] = ()
 
     def lines(self) -> Iterator[str]:
         """Yield a table for the terminal."""
         rows = [*self.runs, *([self.ensemble] if self.ensemble else [])]
         names = [printable(f"{row.run} ({row.checkpoint})", kept="") for row in rows]
-        width = max(map(len, names))
-        if any(isinstance(row, ErrorRates) for row in rows):
-            yield f"{'':{width}}  top-1 error  top-5 error  samples"
         for name, row in zip(names, rows, strict=True):
-            if isinstance(row, ErrorRates):
-                values = f"{row.top1_error:11.2%}  {row.top5_error:11.2%}  {row.samples:7}"
-            else:
-                values = "  ".join(f"{name} {value:.4g}" for name, value in row.metrics.items())
-                values = f"{values}  ({row.samples} samples)"
-            yield f"{name:{width}}  {values}"
+            values = "  ".join(f"{metric} {value:.4g}" for metric, value in row.metrics.items())
+            yield f"{name:{max(map(len, names))}}  {values}  ({row.samples} samples)"
 
 
 @dataclass(frozen=True)
@@ -103,17 +89,19 @@ def evaluate_runs(run_dirs: Sequence[str], *, ensemble: bool, trust: bool = Fals
     if not ensemble:
         return Evaluation(tuple(map(_evaluate, runs)), None, notes)
     predictions = [_predict(run) for run in runs]
-    evaluated = tuple(
-        error_rates(of_run, run.argument, run.weights.reached)
-        for run, of_run in zip(runs, predictions, strict=True)
-    )
     first = predictions[0]
     for run, other in zip(runs, predictions, strict=True):
         if other.digest != first.digest or not torch.equal(other.labels, first.labels):
             raise _problem(f"has other data than {runs[0].argument}: no ensemble", run.argument)
     mean = torch.stack([of_run.probabilities for of_run in predictions]).mean(dim=0)
-    together = error_rates(replace(first, probabilities=mean), "ensemble", f"{len(runs)} runs")
-    return Evaluation(evaluated, together, notes)
+    together = evaluate_predictions(
+        "ensemble", f"{len(runs)} runs", Predictions(mean, first.labels)
+    )
+    evaluated = [
+        evaluate_predictions(run.argument, run.weights.reached, of_run)
+        for run, of_run in zip(runs, predictions, strict=True)
+    ]
+    return Evaluation(tuple(evaluated), together, notes)
 
 
 def _problem(rule: str, run_dir: str) -> JobError:
@@ -160,13 +148,22 @@ def trained_learner(run: SavedRun) -> Iterator[Learner]:
             yield learner
 
 
-def _evaluate(run: SavedRun) -> ErrorRates | TaskMetrics:
+def _evaluate(run: SavedRun) -> Evaluated:
     checkpoint = run.weights.reached
     if run.job.task.is_classification:
-        return error_rates(_predict(run), run.argument, checkpoint)
+        return evaluate_predictions(run.argument, checkpoint, _predict(run))
     with trained_learner(run) as learner:
         totals = learner.add_ranks(learner.evaluate("test"))
-    return TaskMetrics(run.argument, checkpoint, totals.samples, totals.means)
+    return Evaluated(run.argument, checkpoint, totals.samples, totals.means)
+
+
+def evaluate_predictions(run: str, checkpoint: str, predictions: Predictions) -> Evaluated:
+    """Evaluate a classification; of equal probabilities, the lower class ranks first."""
+    ranking = predictions.probabilities.sort(dim=1, descending=True, stable=True).indices
+    hits, samples = ranking[:, :5] == predictions.labels.unsqueeze(1), len(predictions.labels)
+    top1, top5 = int(hits[:, 0].sum()), int(hits.any(dim=1).sum())
+    errors = {"top1_error": 1 - top1 / samples, "top5_error": 1 - top5 / samples}
+    return Evaluated(run, checkpoint, samples, errors)
 
 
 def _predict(run: SavedRun) -> Predictions:
@@ -179,12 +176,3 @@ def _predict(run: SavedRun) -> Predictions:
             labels.append(batch.y.cpu())
         digest = learner.data.source.digest()
         return Predictions(torch.cat(probabilities), torch.cat(labels), digest)
-
-
-def error_rates(predictions: Predictions, run: str, checkpoint: str) -> ErrorRates:
-    """Return the top-1 and top-5 error; of equal probabilities, the lower class ranks first."""
-    ranking = predictions.probabilities.sort(dim=1, descending=True, stable=True).indices
-    hits = ranking[:, :5] == predictions.labels.unsqueeze(1)
-    samples = len(predictions.labels)
-    top1, top5 = int(hits[:, 0].sum()), int(hits.any(dim=1).sum())
-    return ErrorRates(run, checkpoint, samples, 1 - top1 / samples, 1 - top5 / samples)

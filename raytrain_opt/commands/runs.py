@@ -87,13 +87,13 @@ def print_runs(storage_path: str, runs: Sequence[ListedRun]) -> None:
 def _read(found: FoundRun) -> ListedRun:
     run_dir, _, started = found
     try:
-        result = read_record(run_dir, "result.json", ResultRecord)
+        result = read_record(run_dir, ResultRecord)
         if result is not None:
             fraction = result.search.fraction_of_training
             return ListedRun(
                 run_dir, started, "finished", result.final, result.epochs, result.wall_s, fraction
             )
-        latest = read_last(run_dir, "epochs.jsonl", EpochRecord)
+        latest = read_last(run_dir, EpochRecord)
         state, duration_s = _unfinished(run_dir, started, latest)
         epochs = latest.epochs if latest else None
         return ListedRun(run_dir, started, state, latest, epochs, duration_s)
@@ -109,10 +109,10 @@ def _unfinished(
     """Return the state of a run without a result, and its duration if that is known."""
     if not is_remote(run_dir) and is_locked(local_path(run_dir)):
         return "running", (datetime.now(UTC) - started).total_seconds()
-    event = read_last(run_dir, "events.jsonl", Event)
+    event = read_last(run_dir, Event)
     if event is not None and event.kind in ("failed", "interrupted"):
         return ("failed" if event.kind == "failed" else "interrupted"), event.time_s
-    chosen = None if latest else read_record(run_dir, "batch_size.json", BatchSizeRecord)
+    chosen = None if latest else read_record(run_dir, BatchSizeRecord)
     if chosen is not None:
         return "batch size found", chosen.duration_s
     # Under a URI nobody knows whether its process lives.

@@ -15,16 +15,6 @@ from raytrain_opt.config.section import (
 )
 
 
-class UtilizationSection(Section):
-    """How the utilization of the device is measured during a probe."""
-
-    sampler: Literal["auto", "nvml", "cpu"] = "auto"
-    """nvml: utilization of the GPU; cpu: CPU time of the probe's process divided by the time of
-    its threads; auto: nvml on a GPU, else cpu (not for gpu_usage_maximize)."""
-    period_s: Annotated[PositiveFloat, Field(ge=0.05)] = 1.0
-    """Seconds between samples (1 s in the paper)."""
-
-
 class _BatchSizeSearch(Section):
     # A probe ends when the standard error of its samples/s, relative to it, is this small.
     relative_error: ClassVar[float] = 0.01
@@ -49,8 +39,9 @@ class _BatchSizeSearch(Section):
     square root, or not at all."""
     max_probe_s: PositiveFloat = 10.0
     """Maximum timed duration of a probe, in seconds."""
-    utilization: UtilizationSection = Field(default_factory=UtilizationSection)
-    """How the utilization of the device is measured."""
+    utilization_period_s: Annotated[PositiveFloat, Field(ge=0.05)] = 1.0
+    """Seconds between samples of the device's utilization (1 s in the paper): of NVML for a GPU,
+    else CPU time of the probe's process divided by the time of its threads."""
 
 
 class ThroughputKneeSearch(_BatchSizeSearch):

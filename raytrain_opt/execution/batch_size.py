@@ -18,7 +18,7 @@ from raytrain_opt.execution.workspace import Workspace, open_frontend, open_work
 from raytrain_opt.optim.epoch_steps import length_of
 from raytrain_opt.optim.schedules import ScalingRule
 from raytrain_opt.recording.reader import read_record
-from raytrain_opt.recording.recorder import append_records, write_record
+from raytrain_opt.recording.recorder import append, write_record
 from raytrain_opt.recording.records import (
     BatchSizeProbeRecord,
     BatchSizeRecord,
@@ -92,14 +92,14 @@ def search_batch_size(
     """
     started_s, section, paths = monotonic_s(), job.batch_size_search, workspace.paths
     assert section is not None
-    record = read_record(str(paths.local), "batch_size.json", BatchSizeRecord)
+    record = read_record(str(paths.local), BatchSizeRecord)
     if record is not None:  # a resumed run does not repeat a finished search
         return record.batch_size_per_worker * placement.workers
     probes: list[BatchSizeProbeRecord] = []
 
     def record_probe(record: BatchSizeProbeRecord) -> None:
         probes.append(record)
-        append_records(paths.batch_sizes, [record])
+        append(paths.local, record)
         workspace.terminal.note(probe_text(record))
 
     bounds = _bounds(job, section, info.train_size, placement.workers, workspace.terminal.note)
@@ -108,7 +108,7 @@ def search_batch_size(
         strategy = build_strategy(section, bounds)
         choice = run_probes(strategy, prober, job.max_restarts, record_probe)
     record = _record(placement, choice, probes, monotonic_s() - started_s)
-    write_record(paths.batch_size, record)
+    write_record(paths.local, record)
     for line in _summary(record, job, info.train_size):
         workspace.terminal.note(line)
     return record.global_batch_size

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import ray
 from ray import cloudpickle
 
-from raytrain_opt.cluster.connection import check_address, ray_session, watch_preemption
+from raytrain_opt.cluster.connection import check_address, ray_session
 from raytrain_opt.cluster.ray_private import log_folder
 from raytrain_opt.cluster.resources import PoolPlan, plan_when_there_is_room
 from raytrain_opt.config.schema import Job, TimeoutsSection
@@ -33,7 +33,6 @@ from raytrain_opt.execution.signals import StopRequest
 from raytrain_opt.execution.workspace import Frontend, Workspace
 from raytrain_opt.pools.launcher import environment
 from raytrain_opt.pools.protocol import Pools
-from raytrain_opt.search.factory import check_sampler
 from raytrain_opt.storage import join
 from raytrain_opt.threads import Cores, start_thread
 from raytrain_opt.train.learner_config import OBJECT_SECTIONS
@@ -67,13 +66,6 @@ def open_on_ray(
         variables = environment(local=True, start_s=limits.start_s)
         session = ray_session(address, verbose=verbose, environment=variables)
         backend.owns_ray = stack.enter_context(_bounded(session, stop, limits))
-        if not backend.owns_ray:
-
-            def on_notice(text: str) -> None:
-                terminal.note(text)
-                stop.saves = True
-
-            stack.enter_context(watch_preemption(on_notice))
         frontend.startup.mark("ray_connected_s")
         yield backend
 
@@ -161,7 +153,6 @@ class RayBackend:
         # Not at the top: it loads torch, which a job without a search never needs here.
         from raytrain_opt.execution.start import start_prober
 
-        check_sampler(job.batch_size_search, use_gpu=self.plan.use_gpu)
         plan, shared = self.plan, self._share()
         open_prober = partial(start_prober, job, plan, placement, paths, shared, self.owns_ray)
         with _keeping_ray_logs(workspace):

@@ -18,7 +18,7 @@ from raytrain_opt.execution.resolve import Resolved
 from raytrain_opt.execution.training_run import TrainingRun
 from raytrain_opt.execution.workspace import Workspace
 from raytrain_opt.pools.protocol import Pools
-from raytrain_opt.recording.recorder import EventLog, Recorder, versions
+from raytrain_opt.recording.recorder import EventLog, Recorder, versions, write_record
 from raytrain_opt.recording.records import (
     EpochRecord,
     EpochResult,
@@ -85,7 +85,7 @@ def finish(run: TrainingRun) -> RunResult:
     run.recorder.close()
     report = try_write_report(run_dir, run.paths.shown, record)
     write_text(run.paths.ending, "")
-    run.recorder.result(record)
+    write_record(run.paths.local, record)
     run.checkpoints.publish()
     run.stop.finished = True
     run.stop.progress()

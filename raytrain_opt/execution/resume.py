@@ -100,13 +100,13 @@ def _is_finished(run_dir: str) -> bool:
 
 def _has_trained_for_its_time(run_dir: str) -> bool:
     """Return whether a run has finished, and its `stop` section did not end it earlier."""
-    records = read_lines(run_dir, "epochs.jsonl", EpochRecord)
+    records = read_lines(run_dir, EpochRecord)
     return _is_finished(run_dir) and len(records) == records[-1].epochs
 
 
 def _check_length(job: Job, trained: Mapping[str, Any], run_dir: str) -> None:
     """Refuse a length that the run cannot have any more after its epochs."""
-    epochs, field, rule = len(read_raw_lines(run_dir, "epochs.jsonl")), "epochs", ""
+    epochs, field, rule = len(read_raw_lines(run_dir, EpochRecord)), "epochs", ""
     if not epochs:
         rule = "cannot change before epoch 1 is complete, whose search belongs to the length"
     elif job.epochs is not None and job.epochs <= epochs:
@@ -154,7 +154,7 @@ def _settled_fields(job: Job, run_dir: str) -> dict[str, Any]:
     """Return the fields of the job as that run writes it: with the batch size that it found."""
     batch_size = job.global_batch_size
     if job.batch_size_search is not None:
-        record = read_record(run_dir, "batch_size.json", BatchSizeRecord)
+        record = read_record(run_dir, BatchSizeRecord)
         if record is not None:
             batch_size = record.batch_size_per_worker * job.workers.size
     return job_fields(settle(job, Placement.from_job(job), batch_size))

@@ -27,9 +27,14 @@ from raytrain_opt.pools.protocol import (
     fetch_initial_state,
     train_candidates,
 )
-from raytrain_opt.recording.predictions import PredictionsRecord
-from raytrain_opt.recording.recorder import EventLog, Recorder
-from raytrain_opt.recording.records import RoundRecord, best_epoch
+from raytrain_opt.recording.recorder import EventLog, Recorder, write_record
+from raytrain_opt.recording.records import (
+    EpochRecord,
+    PredictionsRecord,
+    RoundRecord,
+    ScheduleRecord,
+    best_epoch,
+)
 from raytrain_opt.results import EvalTotals, Split
 from raytrain_opt.search.policy import (
     CandidateResult,
@@ -202,7 +207,7 @@ class TrainingRun:
                 return state
 
     def _must_save(self) -> bool:
-        return self.stop.error is not None or self.stop.saves or self.checkpoints.is_due
+        return self.stop.error is not None or self.checkpoints.is_due
 
     def _losses(self, state: StateRef, action: TrainEpoch) -> EpochLosses:
         """Score the validation split where the policy asks for it or a plateau follows it."""
@@ -249,7 +254,6 @@ class TrainingRun:
     def _save_step(self, state: StateRef) -> None:
         """Begin to save the state between two steps of an epoch, unless the training is ruined."""
         self.checkpoints.interval.restart()
-        self.stop.saves = False
         starts_again = self._starts_again_after(self.progress.next_epoch)
         if self._epoch.steps.lrs and not (starts_again and self._is_ruined(state)):
             self._save_partial(state)
@@ -268,7 +272,8 @@ class TrainingRun:
         self._raise_if_diverged(epoch, "test", test.loss, test.failure)
         if test.predictions is not None:
             labels = self.info.class_labels
-            self.recorder.predictions(PredictionsRecord.of(epoch, labels, test.predictions))
+            record = PredictionsRecord.of(epoch, labels, test.predictions)
+            write_record(self.paths.local, record, indent=None)
 
     def checkpoint_epoch(self, state: StateRef, history: History) -> None:
         # A signal that arrives in here, perhaps in a callback, must not lose the epoch.
@@ -286,7 +291,7 @@ class TrainingRun:
             self.recorder.epoch(record, len(self.lrs))
             self.event_log.write(epoch, [e for pool in self.pools.all for e in pool.new_events()])
             restarts = epoch in history.restarts
-            self.recorder.schedule(self._epoch.schedule(epoch, optimizer, restarts=restarts))
+            self.recorder.add(self._epoch.schedule(epoch, optimizer, restarts=restarts))
             self._lrs += self._epoch.steps.lrs
             is_ruined = self._epoch.is_ruined
             # The next epoch starts where this record's time ends, so that no time is lost.
@@ -372,10 +377,11 @@ class TrainingRun:
         self._epoch = EpochMetrics.resumed(self.progress.partial_epoch)
         epoch = self.progress.next_epoch
         self.recorder.truncate_after(len(self.history.decisions), epoch - 1)
-        self._lrs = self.recorder.lrs()
+        schedule = self.recorder.read(ScheduleRecord)
+        self._lrs = [lr for epoch in schedule for lr in epoch.steps.lrs]
         text = f"resumed after {checkpoint.reached}"
         self.event_log.resume_clock(epoch, text, self.progress.partial_epoch.duration_s)
-        self.length.resume(self.recorder.epochs(), self.history)
+        self.length.resume(self.recorder.read(EpochRecord), self.history)
         return self.pools.states.put(checkpoint.folder, state)
 
     def _log_lost(self, action: TryCandidates, results: list[CandidateResult]) -> None:

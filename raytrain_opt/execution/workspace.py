@@ -144,7 +144,7 @@ def _check_latest(
             progress.data.require_same(job.data, info)
         if progress.job is not None:
             check_continues(job, progress.job, paths.shown)
-        check_records(paths, len(progress.history.decisions), progress.next_epoch - 1)
+        check_records(paths.local, len(progress.history.decisions), progress.next_epoch - 1)
 
 
 def how_to_resume(paths: RunPaths, job: Job, options: str = "") -> str:

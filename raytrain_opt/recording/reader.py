@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from raytrain_opt import storage
 from raytrain_opt.errors import RecordError
-from raytrain_opt.recording.records import SCHEMA_VERSION, Record
+from raytrain_opt.recording.records import Record
 from raytrain_opt.storage import complete_lines
 
 R = TypeVar("R", bound=Record)
@@ -20,22 +20,23 @@ _REMEDY = (
 )
 
 
-def read_lines(run_dir: str, name: str, kind: type[R], count: int = 0) -> list[R]:
-    """Return the complete lines, at least `count`. Raises RecordError naming one."""
-    return parse_lines(read_raw_lines(run_dir, name), f"{run_dir}/{name}", kind, count)
+def read_lines(run_dir: str, kind: type[R], count: int = 0) -> list[R]:
+    """Return the complete lines of a record, at least `count`. Raises as `parse_lines`."""
+    return parse_lines(read_raw_lines(run_dir, kind), run_dir, kind, count)
 
 
-def read_raw_lines(run_dir: str, name: str) -> list[bytes]:
+def read_raw_lines(run_dir: str, kind: type[Record]) -> list[bytes]:
     """Return the complete lines as they are, none without the file. Raises StorageError."""
-    return complete_lines(storage.read(run_dir, name) or b"")
+    return complete_lines(storage.read(run_dir, kind.file) or b"")
 
 
-def parse_lines(lines: Sequence[bytes], source: str, kind: type[R], count: int = 0) -> list[R]:
+def parse_lines(lines: Sequence[bytes], run_dir: str, kind: type[R], count: int = 0) -> list[R]:
     """Return all lines as records.
 
     Raises RecordError for one that is damaged, repeated or not in its place, and for fewer lines
     than a result or a checkpoint counts.
     """
+    source = f"{run_dir}/{kind.file}"
     records = [_parse(line, kind, f"{source}, line {n}") for n, line in enumerate(lines, 1)]
     numbers = [getattr(record, kind.counted_by, n) for n, record in enumerate(records, 1)]
     if len(set(lines)) < len(lines) or numbers != [*range(1, len(lines) + 1)]:
@@ -46,16 +47,16 @@ def parse_lines(lines: Sequence[bytes], source: str, kind: type[R], count: int =
     return records
 
 
-def read_last(run_dir: str, name: str, kind: type[R]) -> R | None:
+def read_last(run_dir: str, kind: type[R]) -> R | None:
     """Return a record's last complete line, parsed alone; None without. Raises RecordError."""
-    lines = read_raw_lines(run_dir, name)
-    return _parse(lines[-1], kind, f"{run_dir}/{name}, last line") if lines else None
+    lines = read_raw_lines(run_dir, kind)
+    return _parse(lines[-1], kind, f"{run_dir}/{kind.file}, last line") if lines else None
 
 
-def read_record(run_dir: str, name: str, kind: type[R]) -> R | None:
+def read_record(run_dir: str, kind: type[R]) -> R | None:
     """Return the record in one file; None when there is no such file. Raises RecordError."""
-    text = read_text(run_dir, name)
-    return None if text is None else _parse(text, kind, f"{run_dir}/{name}")
+    content = storage.read(run_dir, kind.file)
+    return None if content is None else _parse(content, kind, f"{run_dir}/{kind.file}")
 
 
 def read_text(run_dir: str, name: str) -> str | None:
@@ -76,15 +77,9 @@ def first_error(error: ValidationError) -> str:
     return f"{field}: {details['msg']}" if field else details["msg"]
 
 
-def _parse(text: str | bytes, kind: type[R], source: str) -> R:
+def _parse(text: bytes, kind: type[R], source: str) -> R:
     try:
         return kind.model_validate_json(text)
     except ValidationError as error:
-        for details in error.errors(include_url=False):
-            if details["loc"] == ("schema_version",) and details["type"] == "less_than_equal":
-                raise RecordError(
-                    f"{source}: was written by a newer version of this package (schema "
-                    f"{details['input']}); this version reads schemas up to {SCHEMA_VERSION}"
-                ) from error
         rule = f"is damaged ({first_error(error)}); {_REMEDY}"
         raise RecordError(f"{source}: {rule}") from error

@@ -18,14 +18,12 @@ from typing import TypeVar
 from raytrain_opt.clock import Stopwatch, monotonic_s, utc_now
 from raytrain_opt.errors import RaytrainOptError, StorageError, printable
 from raytrain_opt.paths import RunPaths
-from raytrain_opt.recording.predictions import PredictionsRecord
 from raytrain_opt.recording.reader import parse_lines, read_lines, read_raw_lines
 from raytrain_opt.recording.records import (
     EpochRecord,
     Event,
     Phase,
     Record,
-    ResultRecord,
     RoundRecord,
     ScheduleRecord,
 )
@@ -37,14 +35,15 @@ _EPOCH_SCALARS = ("lr", "train_loss", "samples_per_s")
 R = TypeVar("R", bound=Record)
 
 
-def append_records(path: Path, records: Sequence[Record]) -> None:
-    """Append one line per record. Raises StorageError naming the path."""
-    append_lines(path, [record.model_dump_json() for record in records])
+def append(run_dir: Path, *records: Record) -> None:
+    """Append each record as a line of its file. Raises StorageError naming the path."""
+    for record in records:
+        append_lines(run_dir / record.file, [record.model_dump_json()])
 
 
-def write_record(path: Path, record: Record) -> None:
-    """Write a record as readable JSON, atomically. Raises StorageError naming the path."""
-    write_text(path, record.model_dump_json(indent=2) + "\n")
+def write_record(run_dir: Path, record: Record, indent: int | None = 2) -> None:
+    """Write a record as the JSON of its file, atomically. Raises StorageError naming the path."""
+    write_text(run_dir / record.file, record.model_dump_json(indent=indent) + "\n")
 
 
 class Recorder:
@@ -52,12 +51,15 @@ class Recorder:
 
     def __init__(self, paths: RunPaths) -> None:
         self.paths = paths
-        self._sizes: dict[Path, int] = {}  # of the records that were written to
         self._tensorboard = TensorBoardWriter(paths.tensorboard)
+
+    def add(self, *records: Record) -> None:
+        """Append lines. A resumed run keeps all events and phases: they are its history."""
+        append(self.paths.local, *records)
 
     def round(self, record: RoundRecord, step: int) -> None:
         """Write a line of rounds.jsonl, and the values of all candidates for TensorBoard."""
-        self._append(self.paths.rounds, [record])
+        self.add(record)
         scalars = {
             f"round/candidate_{candidate.index}/{name}": getattr(candidate, name)
             for candidate in record.candidates
@@ -68,48 +70,21 @@ class Recorder:
 
     def epoch(self, record: EpochRecord, step: int) -> None:
         """Write a line of epochs.jsonl, and the same values for TensorBoard."""
-        self._append(self.paths.epochs, [record])
+        self.add(record)
         scalars = {f"epoch/{name}": getattr(record, name) for name in _EPOCH_SCALARS}
         scalars |= {f"epoch/test_{name}": value for name, value in record.test_metrics.items()}
         if record.staleness is not None:
             scalars["epoch/staleness"] = record.staleness.mean
         self._tensorboard.scalars(step, scalars)
 
-    def add_events(self, events: Sequence[Event]) -> None:
-        """Write lines of events.jsonl. A resumed run keeps all of them: they are its history."""
-        self._append(self.paths.events, events)
-
-    def phase(self, record: Phase) -> None:
-        """Write a line of timeline.jsonl. A resumed run keeps all of them, as the events."""
-        self._append(self.paths.timeline, [record])
-
-    def schedule(self, record: ScheduleRecord) -> None:
-        """Write a line of schedule.jsonl."""
-        self._append(self.paths.schedule, [record])
-
-    def lrs(self) -> list[float]:
-        """Return the learning rate of every step in schedule.jsonl."""
-        epochs = _read(self.paths.schedule, ScheduleRecord)
-        return [lr for epoch in epochs for lr in epoch.steps.lrs]
-
-    def epochs(self) -> list[EpochRecord]:
-        """Return the lines of epochs.jsonl."""
-        return _read(self.paths.epochs, EpochRecord)
-
-    def predictions(self, record: PredictionsRecord) -> None:
-        """Write predictions.json, in place of an earlier epoch's."""
-        write_text(self.paths.predictions, f"{record.model_dump_json()}\n")
-
-    def result(self, record: ResultRecord) -> None:
-        """Write result.json."""
-        for path in self._sizes:
-            self._check_size(path)
-        write_record(self.paths.result, record)
+    def read(self, kind: type[R]) -> list[R]:
+        """Return the lines of a record file so far."""
+        return read_lines(str(self.paths.local), kind)
 
     def end_s(self, partial_s: float) -> float:
         """Return the end of `partial_s` after the last epoch, or the last event if it is later."""
-        ends_s = [epoch.end_s for epoch in self.epochs()[-1:]]
-        times_s = [event.time_s for event in _read(self.paths.events, Event)]
+        ends_s = [epoch.end_s for epoch in self.read(EpochRecord)[-1:]]
+        times_s = [event.time_s for event in self.read(Event)]
         return max(sum(ends_s) + partial_s, *times_s, 0.0)
 
     def truncate_after(self, rounds: int, epochs: int) -> None:
@@ -118,59 +93,34 @@ class Recorder:
         A resumed run repeats, and writes again, what followed its last checkpoint. Raises what
         `check_records` raises, before it writes.
         """
-        for path, lines in check_records(self.paths, rounds, epochs).items():
+        for path, lines in check_records(self.paths.local, rounds, epochs).items():
             if path.exists():
                 write_bytes(path, b"".join(line + b"\n" for line in lines))
-            self._sizes[path] = _size(path)
-
-    def _append(self, path: Path, records: Sequence[Record]) -> None:
-        self._check_size(path)
-        append_records(path, records)
-        self._sizes[path] = _size(path)
-
-    def _check_size(self, path: Path) -> None:
-        """Raise StorageError if a record was removed since this run wrote to it."""
-        size, left = self._sizes.get(path, 0), _size(path)
-        if left < size:
-            raise StorageError(
-                f"{path} was removed or cut while the run wrote to it: {size - left} of {size} "
-                "bytes are lost. Is something cleaning up there? Checkpoints that are left can be "
-                "read by predict and evaluate"
-            )
 
     def close(self) -> None:
         """Close the file of TensorBoard."""
         self._tensorboard.close()
 
 
-def check_records(paths: RunPaths, rounds: int, epochs: int) -> dict[Path, Sequence[bytes]]:
+def check_records(run_dir: Path, rounds: int, epochs: int) -> dict[Path, Sequence[bytes]]:
     """Return the lines that a run keeps of each record when it is resumed; writes nothing.
 
     Raises RecordError when a line is damaged or missing, StorageError when a record cannot be
     read.
     """
-    run_dir = str(paths.local)
     kept: dict[Path, Sequence[bytes]] = {}
-    records: list[tuple[Path, type[Record], int | None]] = [
-        (paths.events, Event, None),
-        (paths.timeline, Phase, None),
-        (paths.rounds, RoundRecord, rounds),
-        (paths.epochs, EpochRecord, epochs),
-        (paths.schedule, ScheduleRecord, epochs),
-    ]
-    for path, kind, count in records:
-        lines = read_raw_lines(run_dir, path.name)[:count]
-        parse_lines(lines, str(path), kind, count or 0)
-        kept[path] = lines
+    counts: dict[type[Record], int | None] = {
+        Event: None,
+        Phase: None,
+        RoundRecord: rounds,
+        EpochRecord: epochs,
+        ScheduleRecord: epochs,
+    }
+    for kind, count in counts.items():
+        lines = read_raw_lines(str(run_dir), kind)[:count]
+        parse_lines(lines, str(run_dir), kind, count or 0)
+        kept[run_dir / kind.file] = lines
     return kept
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
-def _read(path: Path, kind: type[R]) -> list[R]:
-    return read_lines(str(path.parent), path.name, kind)
 
 
 def versions() -> dict[str, str]:
@@ -243,7 +193,7 @@ class EventLog:
             yield
         duration_s = self.elapsed_s() - start_s
         record = Phase(epoch=epoch, phase=phase, start_s=start_s, duration_s=duration_s)
-        self._recorder.phase(record)
+        self._recorder.add(record)
 
     def log(self, kind: str, epoch: int, text: str) -> None:
         """Show an event to the user and record it."""
@@ -257,8 +207,7 @@ class EventLog:
             time_s = event.time_s - self._run_start_s
             update = {"epoch": epoch, "time_s": time_s, "utc": utc_now()}
             records.append(event.model_copy(update=update))
-        if records:
-            self._recorder.add_events(records)
+        self._recorder.add(*records)
 
     def close_with(self, epoch: int, error: BaseException) -> None:
         """Record why the run ends early. `error` gets a note when that fails."""

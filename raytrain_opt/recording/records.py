@@ -6,15 +6,16 @@ finite are written as null. `make docs` generates the documentation from these m
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import zip_longest
 from math import isfinite
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from raytrain_opt.results import Metric, Probe
+from raytrain_opt.results import MAX_MISTAKES, Metric, Predictions, Probe
 from raytrain_opt.search.fixed_schedule import RecordedEpoch
 from raytrain_opt.search.policy import NOT_DECIDED
 
@@ -43,6 +44,7 @@ class RecordPart(BaseModel):
 class Record(RecordPart):
     """Base of every record."""
 
+    file: ClassVar[str]  # its name in the run directory
     counted_by: ClassVar[str] = ""  # the field that is 1 in the first line of its file, 2, ...
     schema_version: int = Field(
         SCHEMA_VERSION, le=SCHEMA_VERSION, description="Version of the record format."
@@ -81,6 +83,7 @@ class CandidateRecord(RecordPart):
 class RoundRecord(Record):
     """One line of rounds.jsonl: one set of candidates and the decision over it."""
 
+    file = "rounds.jsonl"
     epoch: int = Field(description="Epoch of the round, from 1.")
     stage: str = Field(description="Part of the search; empty for rounds of policy stpt.")
     base_lr: float = Field(description="Learning rate that multipliers refer to.")
@@ -202,7 +205,7 @@ class EpochResult(RecordPart):
 class EpochRecord(EpochResult, Record):
     """One line of epochs.jsonl."""
 
-    counted_by = "epoch"
+    file, counted_by = "epochs.jsonl", "epoch"
     epochs: int = Field(
         gt=0,
         description="Length of the training in epochs, with `train_for` as planned before this.",
@@ -230,7 +233,7 @@ def best_epoch(epochs: Sequence[EpochRecord]) -> EpochRecord | None:
 class BatchSizeProbeRecord(Record):
     """One line of batch_size.jsonl: one probe of the batch-size search."""
 
-    counted_by = "probe"
+    file, counted_by = "batch_size.jsonl", "probe"
     probe: int = Field(description="Number of the probe, from 1.")
     check: bool = Field(description="Whether the probe checks the chosen size.")
     reason: str = Field(description="Why the strategy probed this size.")
@@ -262,6 +265,7 @@ class BatchSizeProbeRecord(Record):
 class BatchSizeRecord(Record):
     """batch_size.json: the chosen batch size."""
 
+    file = "batch_size.json"
     batch_size_per_worker: int = Field(description="Chosen samples per worker.")
     global_batch_size: int = Field(description="Chosen samples of one update.")
     samples_per_s: float = Field(description="Speed of one worker, from the check.")
@@ -273,7 +277,7 @@ class BatchSizeRecord(Record):
 class ScheduleRecord(RecordedEpoch, Record):
     """A line of schedule.jsonl: the steps of an epoch, which policy `replay` repeats."""
 
-    counted_by = "epoch"
+    file, counted_by = "schedule.jsonl", "epoch"
 
 
 class SearchResult(RecordPart):
@@ -302,6 +306,7 @@ class Hardware(RecordPart):
 class ResultRecord(Record):
     """result.json: written when a run has finished."""
 
+    file = "result.json"
     finished_utc: str = Field(description="Date of the end, ISO 8601 in UTC.")
     status: Literal["finished"] = Field("finished", description="finished.")
     job: str = Field(description="Name of the job.")
@@ -327,9 +332,79 @@ class ResultRecord(Record):
     hardware: Hardware = Field(description="The machines.")
 
 
+Triple = Annotated[tuple[int, ...], Field(min_length=3, max_length=3)]
+
+
+class Mistake(RecordPart):
+    """A wrong prediction."""
+
+    file: str | None = Field(None, description="Image file, below data.root; null if it has none.")
+    sample: int = Field(
+        description="Position among the samples of the test split that could be read, from 0."
+    )
+    label: int = Field(description="Class of the sample.")
+    predicted: int = Field(description="Most probable class.")
+    confidence: float = Field(description="Probability of that class.")
+    jpeg: str | None = Field(
+        description="Image of at most 64 x 64, in base64; null if it is none."
+    )
+
+
+class PredictionsRecord(Record):
+    """predictions.json: predictions on the test split after the last evaluated epoch.
+
+    Of classification only. A prediction is the most probable class, and its confidence the
+    probability of that class.
+    """
+
+    file = "predictions.json"
+    epoch: int = Field(description="Epoch, from 1.")
+    class_names: tuple[str, ...] = Field(description="Names of the classes, or their numbers.")
+    confusion: tuple[Triple, ...] = Field(
+        description="Label, predicted class, and number of samples, where there are any."
+    )
+    mistakes: tuple[Mistake, ...] = Field(
+        description=f"The {MAX_MISTAKES} mistakes with the highest confidence, highest first."
+    )
+
+    @classmethod
+    def of(
+        cls, epoch: int, class_names: Sequence[str], predictions: Predictions
+    ) -> PredictionsRecord:
+        """Return the record of the predictions of all test samples."""
+        import numpy as np
+
+        labels, classes = predictions.labels, predictions.classes
+        # A loss of the user's own may be finite where an output is not.
+        confidences = np.nan_to_num(predictions.confidences.astype(np.float64))
+        pairs, counts = np.unique(np.stack([labels, classes], 1), axis=0, return_counts=True)
+        mistakes = [
+            Mistake(
+                file=file,
+                sample=position,
+                label=int(labels[position]),
+                predicted=int(classes[position]),
+                confidence=float(confidences[position]),
+                jpeg=None if image is None else b64encode(image).decode(),
+            )
+            for position, (image, file) in predictions.mistakes.items()
+        ]
+        mistakes.sort(key=lambda mistake: (-mistake.confidence, mistake.sample))
+        return cls(
+            epoch=epoch,
+            class_names=tuple(class_names),
+            confusion=tuple(
+                (int(label), int(predicted), int(count))
+                for (label, predicted), count in zip(pairs, counts, strict=True)
+            ),
+            mistakes=tuple(mistakes[:MAX_MISTAKES]),
+        )
+
+
 class Phase(Record):
     """One line of timeline.jsonl: a phase of an epoch, as the driver saw it."""
 
+    file = "timeline.jsonl"
     epoch: int = Field(description="Epoch, from 1.")
     phase: str = Field(
         description=(
@@ -344,6 +419,7 @@ class Phase(Record):
 class Event(Record):
     """One line of events.jsonl: a failure, a recovery, a resume, a plan, or an early end."""
 
+    file = "events.jsonl"
     kind: str = Field(
         description=(
             "`restarted` (a process), `lost` (a slot, for good), `fewer` or `more` (workers), "

@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from raytrain_opt.clock import utc_now
 from raytrain_opt.config.section import is_instance
 from raytrain_opt.errors import printable
-from raytrain_opt.recording.predictions import PredictionsRecord
+from raytrain_opt.recording.records import PredictionsRecord
 from raytrain_opt.report.plots import Section, percent, times
 from raytrain_opt.report.run_plots import batch_size_plots, learning_rate_plots, training_plots
 from raytrain_opt.report.run_reader import RunRecords

@@ -59,22 +59,8 @@ def times(number: int, noun: str) -> str:
 
 
 # The colors of Okabe and Ito, which color-blind readers can distinguish.
-COLORS = {
-    "ink": "#1f2329",
-    "soft": "#6b7280",
-    "grid": "#d9dde3",
-    "blue": "#0072b2",
-    "orange": "#d55e00",
-    "green": "#009e73",
-    "pink": "#cc79a7",
-    "yellow": "#e69f00",
-    "sky": "#56b4e9",
-    "grey": "#9aa1ab",
-}
-color = COLORS.__getitem__
-SERIES = ("blue", "orange", "green", "pink", "yellow", "sky", "grey")
-
-_SIZE_IN = (4.8, 3.1)
+BLUE, ORANGE, GREY, INK = "#0072b2", "#d55e00", "#9aa1ab", "#1f2329"
+SERIES = (BLUE, ORANGE, "#009e73", "#cc79a7", "#e69f00", "#56b4e9", GREY)
 
 
 @dataclass(frozen=True)
@@ -133,46 +119,29 @@ def save_figure(file: Any, name: str, paint: Callable[[Axes], None], **options: 
 
     style: Any = {**_STYLE, "svg.hashsalt": name}
     with rc_context(style):
-        figure = Figure(figsize=_SIZE_IN, layout="constrained", facecolor="none")
+        figure = Figure(figsize=(4.8, 3.1), layout="constrained", facecolor="none")
         axes = figure.add_subplot()
         paint(axes)
-        _add_legend(axes)
+        if axes.get_legend_handles_labels()[1]:  # above the axes, where it covers no data
+            axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, borderaxespad=0.2)
         figure.savefig(file, **options)
-
-
-def _add_legend(axes: Axes) -> None:
-    """Add a legend above the axes, where it covers no data."""
-    _, labels = axes.get_legend_handles_labels()
-    if labels:
-        columns = len(labels) if len(labels) <= 4 else 3
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, borderaxespad=0.2)
 
 
 _NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 _STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
-    "font.family": "sans-serif",
     "font.size": 9.5,
-    "axes.edgecolor": COLORS["soft"],
-    "axes.labelcolor": COLORS["ink"],
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.facecolor": "none",
     "axes.grid": True,
     "axes.axisbelow": True,
-    "grid.color": COLORS["grid"],
+    "grid.color": "#d9dde3",
     "grid.linewidth": 0.6,
-    "text.color": COLORS["ink"],
     "text.parse_math": False,  # a name of the user's with $ is no formula
-    "xtick.color": COLORS["soft"],
-    "ytick.color": COLORS["soft"],
-    "xtick.labelcolor": COLORS["ink"],
-    "ytick.labelcolor": COLORS["ink"],
     "legend.frameon": False,
     "legend.fontsize": 8.5,
-    "legend.handlelength": 1.5,
-    "legend.columnspacing": 1.2,
 }
 
 
@@ -195,18 +164,6 @@ def plain_log(axes: Axes, which: Literal["x", "y"], base: int = 10) -> None:
     axis.set_major_locator(LogLocator(base=base, subs=(1.0, 2.0, 5.0) if is_short else (1.0,)))
     axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter(NullFormatter())
-
-
-def percent_axis(axes: Axes) -> None:
-    """Show fractions on the y axis, 0..1, in percent."""
-    from matplotlib.ticker import PercentFormatter
-
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
-
-
-def whole_numbers(axes: Axes) -> None:
-    """Put ticks of the x axis at integers only."""
-    axes.locator_params("x", integer=True, min_n_ticks=1)
 
 
 def thousands(axes: Axes, which: Literal["x", "y"]) -> None:

@@ -11,15 +11,16 @@ import numpy.typing as npt
 
 from raytrain_opt.recording.records import RoundRecord
 from raytrain_opt.report.plots import (
+    BLUE,
+    GREY,
+    INK,
+    ORANGE,
     SERIES,
     Plot,
-    color,
     draw,
     draw_line,
-    percent_axis,
     plain_log,
     thousands,
-    whole_numbers,
 )
 from raytrain_opt.report.run_reader import RunRecords
 
@@ -47,12 +48,12 @@ def _losses(run: RunRecords) -> Plot:
 
     def paint(axes: Axes) -> None:
         marker = "." if len(run.epochs) <= _MAX_DOTS else ""
-        for (name, points), hue in zip(lines.items(), ("blue", "orange"), strict=True):
+        for (name, points), hue in zip(lines.items(), SERIES, strict=False):
             known = [(epoch, loss) for epoch, loss in points if loss is not None]
             if known:
-                draw_line(axes, known, marker=marker, color=color(hue), label=name)
+                draw_line(axes, known, marker=marker, color=hue, label=name)
         axes.set(xlabel="epoch", ylabel="loss")
-        whole_numbers(axes)
+        axes.locator_params("x", integer=True, min_n_ticks=1)
 
     caption = (
         "Training loss: mean over the epoch, with augmentation and regularization. Test loss: "
@@ -72,11 +73,13 @@ def _metric(run: RunRecords) -> Plot:
         )
 
     def paint(axes: Axes) -> None:
+        from matplotlib.ticker import PercentFormatter
+
         marker = "." if len(run.epochs) <= _MAX_DOTS else ""
-        draw_line(axes, _main_line(run), marker=marker, color=color("blue"), label="training")
+        draw_line(axes, _main_line(run), marker=marker, color=BLUE, label="training")
         for winners, label, line_color, width in (
-            (False, "other candidates", color("grey"), 0.9),
-            (True, "winner", color("orange"), 1.5),
+            (False, "other candidates", GREY, 0.9),
+            (True, "winner", ORANGE, 1.5),
         ):
             lines = _candidate_lines(run, winners=winners)
             if len(lines):
@@ -86,7 +89,7 @@ def _metric(run: RunRecords) -> Plot:
         axes.set(xlabel="step", ylabel=name)
         thousands(axes, "x")
         if run.metric.is_fraction:
-            percent_axis(axes)
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
 
     return draw("metric", f"Training: {name} over steps", f"{caption}.", paint)
 
@@ -142,7 +145,7 @@ def _learning_rates(run: RunRecords) -> Plot:
     points += [(len(run.schedule), lr) for _, lr in points[-1:]]
 
     def paint(axes: Axes) -> None:
-        draw_line(axes, points, drawstyle="steps-post", color=color("blue"), linewidth=1.6)
+        draw_line(axes, points, drawstyle="steps-post", color=BLUE, linewidth=1.6)
         axes.set(xlabel="epoch", ylabel="learning rate")
         plain_log(axes, "y")
 
@@ -173,12 +176,12 @@ def _search(rounds: Sequence[RoundRecord]) -> Plot:
         for (optimizer, steps), line in lines.items():
             points = [(lr, loss) for lr, loss in line if loss <= highest]
             style = _STYLES[min(lengths.index(steps), len(_STYLES) - 1)]
-            hue = color(SERIES[optimizers.index(optimizer) % len(SERIES)])
+            hue = SERIES[optimizers.index(optimizer) % len(SERIES)]
             label = optimizer if steps == lengths[0] else None
             draw_line(axes, points, style, color=hue, marker="o", markersize=4, label=label)
         if last.winner is not None:
             label = "usual rate" if last.is_undecided else "chosen peak"
-            axes.axvline(last.next_base_lr, color=color("ink"), linewidth=1, label=label)
+            axes.axvline(last.next_base_lr, color=INK, linewidth=1, label=label)
         plain_log(axes, "x")
         axes.set(xlabel="peak learning rate", ylabel="validation loss")
 
@@ -216,13 +219,13 @@ def batch_size_plots(run: RunRecords) -> list[Plot]:
             [record.samples_per_s or 0.0 for record in measured],
             [record.samples_per_s_error or 0.0 for record in measured],
             fmt="o",
-            color=color("blue"),
+            color=BLUE,
             markersize=4,
             label="probes",
         )
         if run.batch_size is not None:
             chosen = run.batch_size.batch_size_per_worker
-            axes.axvline(chosen, color=color("orange"), linestyle="--", label=f"chosen: {chosen}")
+            axes.axvline(chosen, color=ORANGE, linestyle="--", label=f"chosen: {chosen}")
         axes.set(xlabel="batch size per worker", ylabel="samples/s")
         plain_log(axes, "x", 2)
         thousands(axes, "y")

@@ -8,20 +8,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, PositiveInt, ValidationError
+from pydantic import BaseModel, ValidationError
 
-from raytrain_opt import storage
 from raytrain_opt.config.yaml_loader import read_yaml
 from raytrain_opt.errors import JobError, Problem, RecordError
-from raytrain_opt.recording.predictions import PredictionsRecord
 from raytrain_opt.recording.reader import first_error, read_lines, read_record, read_text
 from raytrain_opt.recording.records import (
     BatchSizeProbeRecord,
     BatchSizeRecord,
     EpochRecord,
     Event,
+    PredictionsRecord,
     ResultRecord,
     RoundRecord,
     ScheduleRecord,
@@ -31,17 +30,14 @@ from raytrain_opt.results import Metric
 from raytrain_opt.storage import check_uri, last_name, read
 
 
-class _Workers(BaseModel):
-    count: PositiveInt | Literal["auto"] | dict[str, PositiveInt]
-
-
 class _Job(BaseModel):
     """The fields of job.yaml that a report needs."""
 
     epochs: int | None = None
     global_batch_size: int
-    workers: _Workers
     learning_rate: dict[str, Any]
+    model: Any
+    data: Any
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,6 @@ class RunRecords:
     schedule: Sequence[ScheduleRecord] = ()
     predictions: PredictionsRecord | None = None
     result: ResultRecord | None = None
-    has_checkpoint: bool = True
 
     @property
     def name(self) -> str:
@@ -77,19 +72,6 @@ class RunRecords:
         if self.result is not None:
             return self.result.epochs
         return self.epochs[-1].epochs if self.epochs else self.job["epochs"]
-
-    @property
-    def workers(self) -> int:
-        """Number of workers in the job file."""
-        count = self.job["workers"]["count"]
-        if isinstance(count, dict):
-            count = count["max"]
-        return 1 if count == "auto" else int(count)
-
-    @property
-    def global_batch_size(self) -> int:
-        """Samples of one update, without the batch ramp."""
-        return int(self.job["global_batch_size"])
 
     @property
     def wall_s(self) -> float | None:
@@ -130,21 +112,20 @@ def read_run(run_dir: str, shown: str | None = None) -> RunRecords:
     if problems:
         raise JobError(problems, "arguments")
     # Before the lines that they count: a live run writes them after those.
-    result = read_record(run_dir, "result.json", ResultRecord)
+    result = read_record(run_dir, ResultRecord)
     epochs = result.epochs if result is not None else _saved_epochs(run_dir)
     rounds = result.search.rounds if result is not None else 0
     return RunRecords(
         shown or run_dir,
         _read_job(run_dir),
-        epochs=read_lines(run_dir, "epochs.jsonl", EpochRecord, epochs),
-        rounds=read_lines(run_dir, "rounds.jsonl", RoundRecord, rounds),
-        probes=read_lines(run_dir, "batch_size.jsonl", BatchSizeProbeRecord),
-        events=read_lines(run_dir, "events.jsonl", Event),
-        batch_size=read_record(run_dir, "batch_size.json", BatchSizeRecord),
-        schedule=read_lines(run_dir, "schedule.jsonl", ScheduleRecord, epochs),
-        predictions=read_record(run_dir, "predictions.json", PredictionsRecord),
+        epochs=read_lines(run_dir, EpochRecord, epochs),
+        rounds=read_lines(run_dir, RoundRecord, rounds),
+        probes=read_lines(run_dir, BatchSizeProbeRecord),
+        events=read_lines(run_dir, Event),
+        batch_size=read_record(run_dir, BatchSizeRecord),
+        schedule=read_lines(run_dir, ScheduleRecord, epochs),
+        predictions=read_record(run_dir, PredictionsRecord),
         result=result,
-        has_checkpoint=read(run_dir, INDEX) is not None,
     )
 
 
@@ -152,7 +133,7 @@ def _saved_epochs(run_dir: str) -> int:
     """Return the epochs of the newest checkpoint, whose records a run writes first; 0 without."""
     # A resume names a damaged index; the records do not need it.
     with suppress(KeyError, TypeError, ValueError):
-        index = json.loads(storage.read(run_dir, INDEX) or b"{}")
+        index = json.loads(read(run_dir, INDEX) or b"{}")
         return max(int(checkpoint["epoch"]) for checkpoint in index["checkpoints"])
     return 0
 

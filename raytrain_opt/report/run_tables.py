@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from raytrain_opt.recording.predictions import PredictionsRecord
 from raytrain_opt.recording.records import (
     BatchSizeProbeRecord,
     CandidateRecord,
     EpochRecord,
+    PredictionsRecord,
     RoundRecord,
 )
 from raytrain_opt.report.plots import Table, count, duration, percent, plain, rate

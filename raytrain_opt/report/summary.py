@@ -30,12 +30,14 @@ def tiles(run: RunRecords) -> list[tuple[str, str, str]]:
     speeds = [epoch.samples_per_s for epoch in run.epochs if epoch.samples_per_s]
     speed = count(median(speeds) if speeds else None)
     cost = run.result.search.fraction_of_training if run.result else None
-    workers, batch_size = run.workers, run.global_batch_size
+    batch_size = int(run.job["global_batch_size"])
+    workers = run.epochs[-1].workers if run.epochs else 0
+    shares = f"{workers} workers × {batch_size // workers}" if workers else ""
     return [
         (f"Test {metric.name}", test, remark),
         ("Time", duration(run.wall_s), "since the start of the command"),
         ("Speed", f"{speed} /s", "samples, median over epochs"),
-        ("Global batch size", count(batch_size), f"{workers} workers × {batch_size // workers}"),
+        ("Global batch size", count(batch_size), shares),
         ("Learning rate", _lr_range(run), "lowest – highest"),
         ("Search cost", percent(cost, 0) if run.rounds else "none", "of the training's samples"),
     ]
@@ -105,9 +107,7 @@ _MAX_DATA_WAIT = 0.03
 
 def all_warnings(run: RunRecords) -> list[str]:
     """Return all warnings that apply, the most severe first."""
-    checks = (
-        _unfinished, _failures, _diverged, _data_wait, _edge, _staleness, _skipped,
-    )  # fmt: skip
+    checks = (_unfinished, _failures, _diverged, _data_wait, _edge, _skipped)
     return [text for check in checks for text in check(run)]
 
 
@@ -119,15 +119,10 @@ def _unfinished(run: RunRecords) -> Iterator[str]:
         cause = f"{last.kind}: {last.text}"
     else:
         cause = "it is still running, or its driver died"
-    advice = "It has no checkpoint to resume from"
-    if run.has_checkpoint:
-        advice = (
-            f"If it has stopped, resume it with: raytrain-opt run --resume {quote(run.run_dir)} "
-            "(and --trust if its job names functions that you trust)"
-        )
     yield (
         f"The run is not finished: {len(run.epochs)} of {run.planned_epochs or '?'} epochs are "
-        f"done ({cause}). {advice}"
+        f"done ({cause}). If it has stopped, resume it with: raytrain-opt run --resume "
+        f"{quote(run.run_dir)} (and --trust if its job names functions that you trust)"
     )
 
 
@@ -136,13 +131,9 @@ def _failures(run: RunRecords) -> Iterator[str]:
     if restarts:
         processes = Counter(event.process or "?" for event in restarts)
         names = ", ".join(f"{name} ({number} ×)" for name, number in processes.items())
-        silent_s: dict[int, float] = {}
-        for event in restarts:  # all processes of one failure wait at the same time
-            silent_s[event.epoch] = max(silent_s.get(event.epoch, 0.0), event.silent_s or 0.0)
         yield (
-            f"{times(len(restarts), 'restart')} of processes: {names}. About "
-            f"{duration(sum(silent_s.values()))} passed between the last sign of life and the "
-            "restart; the interrupted commands were repeated from the same state"
+            f"{times(len(restarts), 'restart')} of processes: {names}. The interrupted commands "
+            "were repeated from the same state"
         )
     for kind in ("diverged", "collapsed", "lost", "fewer"):
         yield from (event.text for event in run.events if event.kind == kind)
@@ -166,14 +157,8 @@ def _data_wait(run: RunRecords) -> Iterator[str]:
     if not steps_s or waited_s <= _MAX_DATA_WAIT * steps_s:
         return
     loaders = run.job["data"].get("loader_workers")
-    advice = f"data.loader_workers: auto (now {loaders}) adds loader processes until they keep up"
-    if loaders == "auto":
-        advice = (
-            "data.loader_workers: auto starts at most one loader process for each of "
-            "workers.threads. If decoding is slow, use smaller image files, or more cores for "
-            "each worker; if storage is slow, a larger number of data.loader_workers"
-        )
-    elif loaders is None:  # data in memory
+    advice = f"use more data.loader_workers (now {loaders}), smaller image files, or more cores"
+    if loaders is None:  # data in memory
         advice = "the workers prepare these data themselves; less in data.augment helps"
     fraction = percent(waited_s / steps_s, 0)
     yield f"Workers waited for data in {fraction} of the main training's time: {advice}"
@@ -186,18 +171,6 @@ def _edge(run: RunRecords) -> Iterator[str]:
         yield (
             f"The peak learning rate, {rate(search[-1].next_base_lr)}, is at the edge of the "
             f"rates that were tried ({rate(min(rates))} to {rate(max(rates))})"
-        )
-
-
-def _staleness(run: RunRecords) -> Iterator[str]:
-    records = [epoch.staleness for epoch in run.epochs if epoch.staleness is not None]
-    worst = max((record.mean or 0.0 for record in records), default=0.0)
-    # That of workers of equal speed is about their number.
-    if records and worst > 2 * run.workers:
-        yield (
-            f"Gradients were up to {max(record.max for record in records)} updates stale, "
-            f"{plain(worst, 3)} on average in the worst epoch, with {run.workers} workers: if "
-            "the accuracy suffers, lower parallel.staleness_bound"
         )
 
 

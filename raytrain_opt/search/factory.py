@@ -95,13 +95,3 @@ _STRATEGIES: dict[type, Callable[[Any, SizeBounds], Strategy]] = {
 def build_strategy(section: BatchSizeSection, bounds: SizeBounds) -> Strategy:
     """Build the strategy that the section names, with its settings."""
     return _STRATEGIES[type(section)](section, bounds)
-
-
-def check_sampler(section: BatchSizeSection, *, use_gpu: bool) -> None:
-    """Raise JobError for a GPU's utilization without GPU; a job must name the CPU's sampler."""
-    if section.needs_utilization and not use_gpu and section.utilization.sampler == "auto":
-        rule = (
-            "must be cpu (the process's CPU time) if the job trains without a GPU, or choose "
-            "another batch_size_search.strategy, such as throughput_knee"
-        )
-        raise JobError([Problem("batch_size_search.utilization.sampler", rule, "'auto'")])

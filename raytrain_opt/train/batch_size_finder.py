@@ -24,7 +24,7 @@ from raytrain_opt.search.batch_size.strategy import (
     Updates,
     largest_size,
 )
-from raytrain_opt.search.factory import build_strategy, check_sampler
+from raytrain_opt.search.factory import build_strategy
 from raytrain_opt.train.batch_size_probe import ProbedTraining, measure, open_probe_sampler
 
 _SECTION: TypeAdapter[BatchSizeSection] = TypeAdapter(BatchSizeSection)
@@ -91,10 +91,8 @@ class MinibatchSizeOptimizer:
 
         Raises:
             ResourcesError: not even one sample fits into memory.
-            JobError: the strategy needs a GPU.
         """
         device = next(model.parameters()).device
-        check_sampler(self.section, use_gpu=device.type == "cuda")
         training = ProbedTraining(
             model,
             optimizer,

@@ -21,8 +21,9 @@ from raytrain_opt.data.base import Batch, no_op
 from raytrain_opt.errors import ResourcesError
 from raytrain_opt.models.factory import preserve_model
 from raytrain_opt.monitoring import (
+    CpuSampler,
+    NvmlSampler,
     Sampler,
-    open_sampler,
     top_half_mean,
     unknown_utilization,
     watch_utilization,
@@ -135,15 +136,14 @@ def measure(
 
 
 def open_probe_sampler(section: BatchSizeSection, device: torch.device, threads: int) -> Sampler:
-    """Open a sampler for probes on `device`. Raises JobError or ResourcesError."""
+    """Open a sampler for probes on `device`. Raises ResourcesError."""
     if device.type != "cuda":
-        return open_sampler(section.utilization, threads=threads)
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
+        return CpuSampler(threads)
     try:
-        return open_sampler(section.utilization, threads=threads, gpu_uuid=uuid)
+        return NvmlSampler(str(torch.cuda.get_device_properties(device).uuid))
     except ResourcesError:
         # NVML cannot watch this GPU (MIG). Only a strategy that needs utilization must fail.
-        if section.needs_utilization or section.utilization.sampler != "auto":
+        if section.needs_utilization:
             raise
         return unknown_utilization
 
@@ -176,7 +176,7 @@ def _measure(
     loop = _Loop(training, batch_size)
     training.model.train()
     loop.run(_WARMUP_STEPS, _WARMUP_S)
-    with watch_utilization(sampler, section.utilization.period_s) as utilization:
+    with watch_utilization(sampler, section.utilization_period_s) as utilization:
         loop.begin_timing()
         while not _is_precise(loop.step_times_s(), len(utilization), section, steps_factor):
             loop.run(_TIMED_STEPS, _TIMED_S, min_steps=_MIN_STEPS)

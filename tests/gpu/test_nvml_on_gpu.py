@@ -11,11 +11,9 @@ import time
 import pytest
 import torch
 
-from raytrain_opt.config.batch_size import UtilizationSection
 from raytrain_opt.monitoring import (
     NvmlSampler,
     gpu_names,
-    open_sampler,
     top_half_mean,
     watch_utilization,
 )
@@ -53,13 +51,6 @@ def test_load_raises_the_utilization() -> None:
         keep_busy(LOAD_S)
     assert top_half_mean(samples) > 50
     assert len(samples) > 5
-
-
-def test_a_job_on_a_gpu_gets_nvml() -> None:
-    section = UtilizationSection(sampler="auto")
-    sampler = open_sampler(section, threads=1, gpu_uuid=uuid_of(0))
-    assert isinstance(sampler, NvmlSampler)
-    assert 0 <= sampler() <= 100
 
 
 def test_the_cuda_devices_are_among_the_reported_gpus() -> None:

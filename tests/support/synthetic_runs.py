@@ -15,7 +15,7 @@ import numpy as np
 import yaml
 from PIL import Image
 
-from raytrain_opt.recording.predictions import PredictionsRecord
+from raytrain_opt.recording.records import PredictionsRecord
 from raytrain_opt.results import Predictions
 
 STEPS = 20

@@ -1,4 +1,4 @@
-"""The CPU sampler, the choice of a sampler, and the thread that samples."""
+"""The samplers of a CPU and of a GPU, and the thread that samples."""
 
 # ruff: noqa: N802 - the fake has pynvml's names
 
@@ -14,13 +14,11 @@ from typing import Any
 import pytest
 
 from raytrain_opt import monitoring
-from raytrain_opt.config.batch_size import UtilizationSection
-from raytrain_opt.errors import JobError, ResourcesError
+from raytrain_opt.errors import ResourcesError
 from raytrain_opt.monitoring import (
     CpuSampler,
     NvmlSampler,
     gpu_names,
-    open_sampler,
     top_half_mean,
     watch_utilization,
 )
@@ -28,10 +26,6 @@ from tests.support.scripted_sampler import ScriptedSampler
 
 LONG_S = 60.0
 SHORT_S = 0.001
-
-
-def section(sampler: Any) -> UtilizationSection:
-    return UtilizationSection(sampler=sampler)
 
 
 class Counting(ScriptedSampler):
@@ -46,31 +40,6 @@ class Counting(ScriptedSampler):
         if self.left <= 0:
             self.reached.set()
         return super().__call__()
-
-
-# Which sampler a job gets.
-
-
-@pytest.mark.parametrize(("sampler", "uuid"), [("auto", None), ("cpu", None), ("cpu", "GPU-1")])
-def test_the_cpu_is_watched_where_there_is_no_gpu_or_the_job_says_so(
-    sampler: str, uuid: str | None
-) -> None:
-    assert isinstance(open_sampler(section(sampler), threads=1, gpu_uuid=uuid), CpuSampler)
-
-
-@pytest.mark.parametrize("sampler", ["auto", "nvml"])
-def test_a_gpu_is_watched_by_nvml(sampler: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monitoring, "NvmlSampler", lambda uuid: uuid)
-    assert open_sampler(section(sampler), threads=1, gpu_uuid="GPU-1") == "GPU-1"
-
-
-def test_nvml_without_a_gpu_is_an_error_of_the_job() -> None:
-    with pytest.raises(JobError) as caught:
-        open_sampler(section("nvml"), threads=1)
-    (problem,) = caught.value.problems
-    assert problem.path == "batch_size_search.utilization.sampler"
-    assert "cpu or auto" in problem.rule
-    assert problem.value == "'nvml'"
 
 
 # The CPU sampler.
@@ -187,7 +156,7 @@ def test_an_error_of_the_block_is_not_hidden() -> None:
 
 # NVML, against a fake of `pynvml`.
 
-CPU_INSTEAD = "batch_size_search.utilization.sampler: cpu"
+INSTEAD = "throughput_knee needs no utilization"
 H100 = "NVIDIA H100"
 A, B, C = (
     "GPU-aaaa1111-0000-0000-0000-000000000000",
@@ -283,13 +252,13 @@ def test_a_gpu_that_nvml_cannot_watch_is_refused_at_once(
 ) -> None:
     """A MIG instance has a UUID of its own, which torch writes like that of a GPU."""
     gpus(gpu)
-    with pytest.raises(ResourcesError, match=f"{words}.*MIG instance.*{CPU_INSTEAD}"):
+    with pytest.raises(ResourcesError, match=f"{words}.*MIG instance.*{INSTEAD}"):
         NvmlSampler(A)
 
 
 def test_without_a_driver_the_message_is_clear(gpus: Machine) -> None:
     gpus(driver=False)
-    with pytest.raises(ResourcesError, match=f"NVIDIA driver.*{CPU_INSTEAD}"):
+    with pytest.raises(ResourcesError, match=f"NVIDIA driver.*{INSTEAD}"):
         NvmlSampler(A)
 
 

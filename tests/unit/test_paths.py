@@ -85,7 +85,7 @@ def test_sync_records_flushes_existing_records(
     run.sync_records()
     assert synced == directories
     synced.clear()
-    append_lines(run.rounds, ["{}"])
-    append_lines(run.epochs, ["{}"])
+    record = run.local / "rounds.jsonl"
+    append_lines(record, ["{}"])
     run.sync_records()
-    assert synced == [run.rounds.stat().st_ino, run.epochs.stat().st_ino, *directories]
+    assert synced == [record.stat().st_ino, *directories]

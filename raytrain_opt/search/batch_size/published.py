@@ -106,8 +106,8 @@ class GpuUsageMaximize(_Published):
             raise ResourcesError(
                 f"gpu_usage_maximize: the probe of batch size {loop.batch_size} took no sample "
                 "of the device's utilization, which this strategy needs. Set a shorter "
-                "batch_size_search.utilization.period_s or a longer max_probe_s, another "
-                "utilization.sampler, or choose the strategy throughput_knee."
+                "batch_size_search.utilization_period_s or a longer max_probe_s, or choose the "
+                "strategy throughput_knee."
             )
         return loop.utilization_pct < self.section.target_pct
 

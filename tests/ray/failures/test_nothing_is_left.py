@@ -59,7 +59,7 @@ def fail() -> None:
 def wait_for_groups(tree: ActorTree, limit_s: float = 120) -> None:
     """Until the tree holds a placement group."""
     deadline_s = time.monotonic() + limit_s
-    while not tree.leftovers().placement_groups:
+    while not tree.groups():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
 
@@ -67,7 +67,7 @@ def wait_for_groups(tree: ActorTree, limit_s: float = 120) -> None:
 def wait_for_end(tree: ActorTree, limit_s: float = 20) -> None:
     """Until no process is left. A worker whose actor died before the end may still be ending."""
     deadline_s = time.monotonic() + limit_s
-    while left := tree.leftovers():
+    while left := tree.alive():
         assert time.monotonic() < deadline_s, str(left)
         time.sleep(0.05)
 

@@ -146,24 +146,24 @@ def run_dir(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
+    "kind",
     [
-        ("epochs.jsonl", EpochRecord),
-        ("rounds.jsonl", RoundRecord),
-        ("events.jsonl", Event),
-        ("schedule.jsonl", ScheduleRecord),
-        ("batch_size.jsonl", BatchSizeProbeRecord),
-        ("batch_size.json", BatchSizeRecord),
-        ("result.json", ResultRecord),
+        EpochRecord,
+        RoundRecord,
+        Event,
+        ScheduleRecord,
+        BatchSizeProbeRecord,
+        BatchSizeRecord,
+        ResultRecord,
     ],
 )
-def test_records(tmp_path: Path, name: str, kind: Any) -> None:
-    run = run_dir(tmp_path)
+def test_records(tmp_path: Path, kind: Any) -> None:
+    run, name = run_dir(tmp_path), kind.file
     content = (run / name).read_bytes().split(b"\n")[0] + b"\n"
 
     def read(damaged: bytes) -> None:
         (run / name).write_bytes(damaged)
-        (read_lines if name.endswith("l") else read_record)(str(run), name, kind)
+        (read_lines if name.endswith("l") else read_record)(str(run), kind)
 
     def dump(value: Any) -> str:
         return json.dumps(value) + "\n"

@@ -25,7 +25,7 @@ from raytrain_opt.data.in_memory_sets import load_array_set
 from raytrain_opt.errors import DataError, JobError
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.pools.launcher import environment
-from raytrain_opt.recording.recorder import EventLog, Recorder, versions
+from raytrain_opt.recording.recorder import EventLog, Recorder, versions, write_record
 from raytrain_opt.recording.records import ResultRecord
 from raytrain_opt.terminal import Terminal
 from tests.support.cli_errors import LINEAR, write_job
@@ -84,7 +84,7 @@ def test_a_terminal_and_records_get_text_without_control_characters(
     log.close_with(1, DataError("data", text))
     recorder.close()
     assert output.getvalue() == f"{shown}\n"
-    events = recorder.paths.events.read_text().split("\n")[:-1]
+    events = (recorder.paths.local / "events.jsonl").read_text().split("\n")[:-1]
     assert [json.loads(line)["text"] for line in events] == [shown, f"data: {shown}"]
 
 
@@ -175,9 +175,7 @@ def secret(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_records_hold_nothing_of_the_environment(tmp_path: Path, secret: str) -> None:
     paths = RunPaths.create(str(tmp_path), "r")
-    recorder = Recorder(paths)
-    recorder.result(ResultRecord.model_validate({**result(2), "versions": versions()}))
-    recorder.close()
+    write_record(paths.local, ResultRecord.model_validate({**result(2), "versions": versions()}))
     assert paths.result.exists()
     assert secret not in everything_in(tmp_path)
 

@@ -14,4 +14,4 @@ def test_an_ensemble_has_an_error_beside_its_members(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(asynchronous, "TASK", SYNTHETIC)
     errors = asynchronous.ensembles(Path(), seeds=2, epochs=2)
     assert len(errors["runs"]) == 2
-    assert 0 <= errors["ensemble"]["top1_error"] <= 1
+    assert 0 <= errors["ensemble"]["metrics"]["top1_error"] <= 1

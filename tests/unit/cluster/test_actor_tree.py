@@ -10,7 +10,7 @@ import pytest
 
 from raytrain_opt.cluster import actor_tree
 from raytrain_opt.cluster.actor_tree import end_actor_tree
-from raytrain_opt.cluster.ray_private import ActorRecord, PlacementGroupRecord
+from raytrain_opt.cluster.ray_private import ActorRecord
 
 NODE = "node"
 
@@ -20,7 +20,7 @@ class Cluster:
     """Ray's tables. `on_look` happens before each look at the actors."""
 
     actors: dict[str, ActorRecord] = field(default_factory=dict)
-    groups: dict[str, PlacementGroupRecord] = field(default_factory=dict)
+    groups: dict[str, str] = field(default_factory=dict)
     running: set[int] = field(default_factory=set)
     looks: int = 0
     removed: list[str] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Cluster:
             self.running.add(pid)
 
     def add_group(self, name: str, creator: str) -> None:
-        self.groups[name] = PlacementGroupRecord(name, creator, "job")
+        self.groups[name] = creator
 
     def end(self, name: str) -> None:
         self.actors[name] = replace(self.actors[name], is_dead=True)
@@ -60,7 +60,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     cluster.add("launcher", "driver", 1)
     private = actor_tree.ray_private
     monkeypatch.setattr(private, "read_actors", cluster.read_actors)
-    monkeypatch.setattr(private, "read_placement_groups", lambda: list(cluster.groups.values()))
+    monkeypatch.setattr(private, "read_placement_groups", lambda: dict(cluster.groups))
     monkeypatch.setattr(private, "remove_placement_group_by_id", cluster.remove)
     monkeypatch.setattr(private, "actor_id", lambda handle: handle)
     monkeypatch.setattr(actor_tree, "_is_running", lambda pid: pid in cluster.running)
@@ -129,11 +129,11 @@ def test_it_does_not_wait_forever_and_still_frees_the_resources(
 ) -> None:
     cluster.add("stubborn", "launcher", 6)
     cluster.add_group("held", "stubborn")
-    leftovers = end_actor_tree("launcher", limit_s=2)
-    assert (leftovers.actors, leftovers.pids) == (("stubborn",), (6,))
+    alive = end_actor_tree("launcher", limit_s=2)
+    assert alive == ["stubborn", "process 6"]
     assert cluster.groups == {}
     assert 2 <= cluster.now_s < 3
-    assert "actors stubborn; processes (6,)" in caplog.text
+    assert "stubborn, process 6" in caplog.text
 
 
 def test_on_other_nodes_a_last_request_is_waited_for(
@@ -144,7 +144,7 @@ def test_on_other_nodes_a_last_request_is_waited_for(
 
     def on_look() -> None:
         if cluster.now_s >= 1:
-            cluster.groups.setdefault("far group", PlacementGroupRecord("far group", "far", "j"))
+            cluster.groups.setdefault("far group", "far")
 
     monkeypatch.setattr(cluster, "on_look", on_look)
     end_actor_tree("launcher")

@@ -78,14 +78,6 @@ def test_the_program_that_starts_processes_has_the_form_that_is_replaced() -> No
     assert (workers / "default_worker.py").is_file()
 
 
-def test_without_the_hook_of_the_fork_server_ray_starts_its_processes_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delattr(ray_constants, "SETUP_WORKER_FILENAME")
-    with ray_private.start_processes_with("/folder/program.py"):
-        assert not hasattr(ray_constants, "SETUP_WORKER_FILENAME")
-
-
 def test_the_tables_of_actors_and_groups_have_the_fields_that_are_read() -> None:
     actor = ActorTableData.DESCRIPTOR.fields_by_name
     needed = {"actor_id", "class_name", "state", "address", "owner_address", "pid", "is_detached"}
@@ -93,7 +85,7 @@ def test_the_tables_of_actors_and_groups_have_the_fields_that_are_read() -> None
     address = actor["address"].message_type.fields_by_name
     assert {"worker_id", "node_id"} <= set(address)
     group = PlacementGroupTableData.DESCRIPTOR.fields_by_name
-    needed = {"placement_group_id", "creator_actor_id", "creator_job_id", "state"}
+    needed = {"placement_group_id", "creator_actor_id", "state"}
     assert needed <= set(group)
     assert ActorTableData.DEAD != ActorTableData.ALIVE
     assert PlacementGroupTableData.REMOVED != PlacementGroupTableData.CREATED

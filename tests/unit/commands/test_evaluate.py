@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from torch import Tensor
 
 from raytrain_opt import cli
-from raytrain_opt.commands.evaluate import Predictions, error_rates
+from raytrain_opt.commands.evaluate import Predictions, evaluate_predictions
 from raytrain_opt.config.data import DataSection
 from raytrain_opt.config.load import dump_job
 from raytrain_opt.data import load_shared_data
@@ -82,12 +82,12 @@ def test_each_run_and_their_ensemble(runs: list[tuple[str, list[Tensor]]], label
     for line, (run, epochs) in zip(evaluation["runs"], runs, strict=True):
         assert (line["run"], line["checkpoint"], line["samples"]) == (run, "epoch 2", len(labels))
         expected = reference_errors(epochs[-1], labels)
-        assert (line["top1_error"], line["top5_error"]) == pytest.approx(expected)
+        assert (*line["metrics"].values(),) == pytest.approx(expected)
     mean = (runs[0][1][-1] + runs[1][1][-1]) / 2
     of_ensemble = evaluation["ensemble"]
     assert of_ensemble["run"] == "ensemble"
     expected = reference_errors(mean, labels)
-    assert (of_ensemble["top1_error"], of_ensemble["top5_error"]) == pytest.approx(expected)
+    assert (*of_ensemble["metrics"].values(),) == pytest.approx(expected)
 
 
 def test_a_single_checkpoint_of_a_run(
@@ -98,7 +98,7 @@ def test_a_single_checkpoint_of_a_run(
     assert evaluation["ensemble"] is None
     [line] = evaluation["runs"]
     assert line["checkpoint"] == "epoch-0001"
-    assert line["top1_error"] == pytest.approx(reference_errors(epochs[0], labels)[0])
+    assert line["metrics"]["top1_error"] == pytest.approx(reference_errors(epochs[0], labels)[0])
 
 
 def test_runs_on_different_data_make_no_ensemble(
@@ -138,5 +138,5 @@ def test_data_whose_classes_were_renamed_are_refused(
 
 def test_top_5_of_fewer_classes_and_ties() -> None:
     two = Predictions(torch.tensor([[0.5, 0.5], [0.2, 0.8]]), torch.tensor([0, 0]))
-    rates = error_rates(two, "run", "epoch 1")
-    assert (rates.samples, rates.top1_error, rates.top5_error) == (2, 0.5, 0.0)
+    evaluated = evaluate_predictions("run", "epoch 1", two)
+    assert (evaluated.samples, *evaluated.metrics.values()) == (2, 0.5, 0.0)

@@ -81,7 +81,7 @@ def test_a_loaded_model_makes_the_errors_that_evaluate_reports(digits: str) -> N
     assert (model.checkpoint, model.network.training) == ("epoch 1", False)
     predicted = model.probabilities(list(arrays.test_x)).argmax(1).numpy()
     [evaluated] = evaluate_runs([digits], ensemble=False).runs
-    assert (predicted != arrays.test_y).mean() == pytest.approx(evaluated.top1_error)
+    assert (predicted != arrays.test_y).mean() == pytest.approx(evaluated.metrics["top1_error"])
     single = load_model(f"{digits}/checkpoints/epoch-0001").network.state_dict()
     assert all(torch.equal(single[name], t) for name, t in model.network.state_dict().items())
 
@@ -101,7 +101,7 @@ def test_image_files_get_the_classes_of_their_folders(photo_run: str, photos: Pa
     assert len(predictions) == 12
     [evaluated] = evaluate_runs([photo_run], ensemble=False).runs
     wrong = [p for p in predictions if Path(p["image"]).parent.name != p["classes"][0]["name"]]
-    assert len(wrong) / 12 == pytest.approx(evaluated.top1_error)
+    assert len(wrong) / 12 == pytest.approx(evaluated.metrics["top1_error"])
 
 
 def test_a_run_under_a_uri(photo_run: str, photos: Path) -> None:
@@ -246,7 +246,7 @@ def test_without_images_the_test_set_is_predicted(texts: str, photo_run: str) ->
         wrong = [p for p in predictions if p["values"]["label"] != p["classes"][0]["name"]]
         [evaluated] = evaluate_runs([run_dir], ensemble=False, trust=True).runs
         assert len(predictions) == evaluated.samples
-        assert len(wrong) / len(predictions) == pytest.approx(evaluated.top1_error)
+        assert len(wrong) / len(predictions) == pytest.approx(evaluated.metrics["top1_error"])
         assert invoke("predict", run_dir, "--trust").stdout.startswith(predictions[0]["image"])
 
 

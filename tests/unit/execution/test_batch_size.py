@@ -99,7 +99,7 @@ def test_what_belongs_to_a_batch_size_excludes_a_search(changes: Any, message: s
             {"strategy": "epoch_time_minimize", "objective": "auto"},
             "batch_size_search.objective",
         ),
-        ({"utilization": {"period_s": 0.01}}, "batch_size_search.utilization.period_s"),
+        ({"utilization_period_s": 0.01}, "batch_size_search.utilization_period_s"),
     ],
 )
 def test_wrong_settings_are_named(search: Any, path: str) -> None:
@@ -138,7 +138,7 @@ def search_of(
             search_batch_size(searched, info, placement, workspace, nullcontext)  # type: ignore[arg-type]
             for _ in range(2)
         )
-    record = read_record(str(paths.local), "batch_size.json", BatchSizeRecord)
+    record = read_record(str(paths.local), BatchSizeRecord)
     assert record is not None
     # A resumed run does not search again.
     assert (size, len(seen)) == (again, 1)

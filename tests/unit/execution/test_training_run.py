@@ -393,33 +393,6 @@ def test_a_run_that_is_killed_in_its_epochs_repeats_no_more_than_an_interval(
     assert outcome(tmp_path) == uninterrupted.outcome
 
 
-def test_a_notice_that_a_node_will_be_taken_away_saves_the_next_segment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(in_process, "_REPORT_EVERY_S", 0.0)
-    monkeypatch.setattr(protocol, "_SEGMENT_S", 0.0)  # a step is a segment
-    job = tiny_job(tmp_path, **JOBS["schedule"] | {"epochs": 1}, checkpoint={"every": "1h"})
-    saved = list[tuple[int, ...]]()
-    with redirect_stdout(io.StringIO()), open_run(job, in_process=True) as run:
-        save, show, steps = run.checkpoints.save, run.pools.workers.on_wait, itertools.count(1)
-        assert show is not None
-
-        def note(state: Any, progress: RunProgress, score: float | None = None) -> None:
-            saved.append(progress.reached)
-            save(state, progress, score)
-
-        def on_wait(pool: str, progress: Progress | None) -> None:
-            run.stop.saves |= next(steps) == 5
-            show(pool, progress)
-
-        monkeypatch.setattr(run.checkpoints, "save", note)
-        run.pools.workers.on_wait = on_wait
-        train(run)
-        assert not run.stop.saves
-    within, end = saved
-    assert (within[0], 0 < within[2] < 10, end) == (0, True, (1, 0, 0, 0))
-
-
 @pytest.mark.parametrize("search_on", ["workers", "slots"])
 def test_a_search_that_is_killed_trains_no_candidate_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, search_on: str
@@ -489,7 +462,9 @@ def outcome(folder: Path) -> dict[str, Any]:
     assert latest is not None
     state, plain = read_checkpoint(paths.checkpoints / latest.folder)
     progress = RunProgress.from_json(plain)
-    rounds = read_lines(str(paths.local), "rounds") if paths.rounds.exists() else []
+    rounds = (
+        read_lines(str(paths.local), "rounds") if (paths.local / "rounds.jsonl").exists() else []
+    )
     epochs = read_lines(str(paths.local), "epochs")
     # A resumed run did not wait for the checkpoint that it started from.
     parts = [sorted({*line["timings_s"]} - {"checkpoint_wait_s"}) for line in (*rounds, *epochs)]
@@ -627,9 +602,7 @@ def test_a_run_whose_directory_disappears_ends_and_makes_no_new_one(
         while any(tmp_path.iterdir()):
             shutil.rmtree(next(tmp_path.iterdir()), ignore_errors=True)
 
-    with pytest.raises(
-        StorageError, match=rf"^{tmp_path}\S* (cannot be written|was removed or cut)"
-    ):
+    with pytest.raises(StorageError, match=rf"^{tmp_path}\S* cannot be written"):
         execute(job, tmp_path, fail_after(1, remove))
     assert not any(tmp_path.iterdir())
 

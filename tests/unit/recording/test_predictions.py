@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from raytrain_opt.recording.predictions import PredictionsRecord
+from raytrain_opt.recording.records import PredictionsRecord
 from raytrain_opt.results import Predictions
 
 

@@ -50,7 +50,7 @@ def test_an_incomplete_last_line_is_left_out(run_dir: Path) -> None:
         ("rounds.jsonl", '{"epoch": 2}', "stage"),
         ("schedule.jsonl", '{"epoch": 2}', "optimizer"),
         ("epochs.jsonl", json.dumps(epoch_line(2, lr="fast")), "lr"),
-        ("epochs.jsonl", json.dumps(epoch_line(2, schema_version=99)), "newer version"),
+        ("epochs.jsonl", json.dumps(epoch_line(2, schema_version=99)), "schema_version"),
     ],
 )
 def test_a_damaged_line_is_named(run_dir: Path, name: str, line: str, message: str) -> None:

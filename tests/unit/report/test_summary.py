@@ -120,11 +120,7 @@ RESTARTED = event_line("restarted", "slot 1 was restarted", process="slot 1", si
             "The peak learning rate, 0.2, is at the edge of the rates that were tried (0.05 to",
         ),
         (epochs(skipped=2), "8 samples skipped"),
-        (
-            epochs(staleness={"counts": [1, 0, 0, 0, 0, 0, 0, 3], "mean": 5.25, "max": 7}),
-            "up to 7 updates stale, 5.25 on average",
-        ),
-        (events(RESTARTED), "1 restart of processes: slot 1 (1 ×). About 5.3 s passed"),
+        (events(RESTARTED), "1 restart of processes: slot 1 (1 ×). The interrupted commands"),
         (events(event_line("lost", "rate 0.2 is left out")), "rate 0.2 is left out"),
         (events(event_line("fewer", "on 1 of 2 workers")), "on 1 of 2 workers"),
         (interrupted(), "4 of 4 epochs are done (it is still running, or its driver died)"),
@@ -145,7 +141,6 @@ def test_a_warning_is_given(run_dir: Path, change: Callable[[Path], None], messa
     "change",
     [
         epochs(timings_s={"main_compute_s": 1.0, "main_data_wait_s": 0.03}),
-        epochs(staleness={"counts": [1, 3], "mean": 0.75, "max": 1}),
         events(event_line("resumed", "resumed after epoch 2")),
     ],
 )
@@ -160,9 +155,6 @@ def test_the_warning_of_an_unfinished_run_has_its_length_and_a_command_for_a_she
     run = write_run(tmp_path / "my run", epochs=2, finished=False)
     job = run / "job.yaml"
     job.write_text(job.read_text().replace("epochs: 4", "train_for: 60.0"))
-    assert "It has no checkpoint" in " ".join(warnings_of(run))
-    (run / "checkpoints").mkdir()
-    (run / "checkpoints" / "index.json").write_text("{}")
     [warning] = [w for w in warnings_of(run) if "not finished" in w]
     assert "2 of 4 epochs are done" in warning
     assert f"raytrain-opt run --resume '{run}' (and --trust if" in warning

@@ -34,16 +34,14 @@ def user_training(size: int = 200) -> tuple[nn.Module, torch.optim.Optimizer, Te
     [
         ("throughput_knee", {}),
         ("epoch_time_minimize", {"max_loops": 6}),
-        ("gpu_usage_maximize", {"max_loops": 6, "utilization": {"sampler": "cpu"}}),
+        ("gpu_usage_maximize", {"max_loops": 6}),
     ],
 )
 def test_it_chooses_a_measured_size_that_fits(strategy: str, settings: dict[str, object]) -> None:
     model, optimizer, data = user_training()
     before = [p.clone() for p in model.parameters()]
-    fast = {**FAST, "utilization": {"period_s": 0.05}}
-    if "utilization" in settings:
-        settings = {**settings, "utilization": {"sampler": "cpu", "period_s": 0.05}}
-    search = MinibatchSizeOptimizer(strategy, initial=8, **{**fast, **settings})
+    settings = {**FAST, "utilization_period_s": 0.05, **settings}
+    search = MinibatchSizeOptimizer(strategy, initial=8, **settings)
     chosen = search.apply(model, optimizer, data, num_workers=0)
     sizes = {probe.batch_size for probe in chosen.probes if probe.status == "ok"}
     assert chosen.batch_size in sizes

@@ -206,7 +206,7 @@ def test_a_size_that_takes_the_reserve_does_not_fit() -> None:
 def test_utilization_is_sampled_as_long_as_the_strategy_needs() -> None:
     section = GpuUsageMaximizeSearch(
         strategy="gpu_usage_maximize",
-        utilization={"sampler": "cpu", "period_s": 0.05},
+        utilization_period_s=0.05,
         memory_reserve=0.0,
     )
     probe = measure(probed(), 8, section, sampler())

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from raytrain_opt.recording.predictions import PredictionsRecord
+from raytrain_opt.recording.records import PredictionsRecord
 from raytrain_opt.results import MAX_MISTAKES, Predictions, Steps
 from raytrain_opt.train.learner import Learner
 from tests.unit.train.test_learner import (
