@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from shlex import quote
@@ -17,7 +17,7 @@ from ray import cloudpickle
 from raytrain_opt.cluster.connection import check_address, ray_session
 from raytrain_opt.cluster.ray_private import log_folder
 from raytrain_opt.cluster.resources import PoolPlan, plan_when_there_is_room
-from raytrain_opt.config.schema import Job, TimeoutsSection
+from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import (
     DataError,
     JobError,
@@ -29,7 +29,6 @@ from raytrain_opt.errors import (
 from raytrain_opt.execution.batch_size import search_batch_size
 from raytrain_opt.execution.check import ChooseThreads, check_job, try_job
 from raytrain_opt.execution.resolve import Facts, Placement, Resolved
-from raytrain_opt.execution.signals import StopRequest
 from raytrain_opt.execution.workspace import Frontend, Workspace
 from raytrain_opt.pools.launcher import environment
 from raytrain_opt.pools.protocol import Pools
@@ -59,28 +58,18 @@ def open_on_ray(
     """
     check_address(address)
     limits, terminal, stop = job.timeouts, frontend.terminal, frontend.stop
+    backend = RayBackend(job, frontend, address, resumed=resumed)
+    variables = environment(local=True, start_s=limits.start_s)
+    session = ray_session(address, verbose=verbose, environment=variables)
     with ExitStack() as stack:
-        backend = RayBackend(job, frontend, address, resumed=resumed)
         stack.callback(wait, [backend.reading], limits.stop_s)
         terminal.phase("starting Ray")
-        variables = environment(local=True, start_s=limits.start_s)
-        session = ray_session(address, verbose=verbose, environment=variables)
-        backend.owns_ray = stack.enter_context(_bounded(session, stop, limits))
-        frontend.startup.mark("ray_connected_s")
-        yield backend
-
-
-@contextmanager
-def _bounded(
-    session: AbstractContextManager[bool], stop: StopRequest, limits: TimeoutsSection
-) -> Iterator[bool]:
-    """Keep the session; bound how long its start or end may take after a signal."""
-    with ExitStack() as stack:
         # Half a Ray cannot be shut down: its processes end with this one.
         with stop.deferred(limits.start_s), stop.ended_within(limits.stop_s):
-            owns_ray = stack.enter_context(session)
+            backend.owns_ray = stack.enter_context(session)
+        frontend.startup.mark("ray_connected_s")
         try:
-            yield owns_ray
+            yield backend
         finally:
             with stop.ended_within(_RAY_END_S + limits.stop_s):
                 stack.close()
@@ -138,10 +127,10 @@ class RayBackend:
             note(text)
         threads = job.workers.threads
         if self._cores is not None and self.owns_ray and not plan.use_gpu:
-            fastest, batch_size = None, job.global_batch_size // plan.workers
+            fastest, batch_size = None, max(1, job.global_batch_size // plan.workers)
             # A batch that is to be searched is measured with these threads.
             if self._choose_threads is not None and job.batch_size_search is None:
-                fastest = partial(self._choose_threads, max(1, batch_size))
+                fastest = partial(self._choose_threads, batch_size)
             threads = self._cores.choose(plan.workers_per_node, note, fastest)
         self._choose_threads = None
         return Placement(plan.workers, threads)
