@@ -29,7 +29,6 @@ from raytrain_opt.train.learner_config import LearnerConfig
 if TYPE_CHECKING:
     from ray.train import TrainContext
 
-    from raytrain_opt.async_training.weight_shard import WeightShard
     from raytrain_opt.pools.resident import Group, Handler
     from raytrain_opt.train.state import TrainingState
 
@@ -129,9 +128,22 @@ class WeightShardActor:
     """One shard as an actor. It answers None about a phase that it did not begin."""
 
     def __init__(self, config: LearnerConfig, info: DataInfo, index: int, count: int) -> None:
-        self._config = config
-        self._shard = _build(config, info, index, count)
-        self._phase = ""
+        import torch
+
+        from raytrain_opt.async_training.weight_shard import WeightShard
+        from raytrain_opt.models import build_model
+
+        torch.set_num_threads(1)
+        model = build_model(
+            config.model,
+            num_classes=info.num_classes,
+            sample_shape=info.sample_shape,
+            seed=config.seed,
+            channels_last=config.channels_last,
+        )
+        updates = info.steps_per_epoch(config.global_batch_size) * config.worker_count
+        self._shard = WeightShard(config.optimizers[0], model, index, count, updates)
+        self._config, self._phase = config, ""
         self._published: tuple[int, list[Any]] | None = None
 
     def load(self, phase: EpochPhase, boxed_state: list[Any]) -> None:
@@ -161,24 +173,6 @@ class WeightShardActor:
 
     def collect(self, phase: str) -> TrainingState | None:
         return self._shard.state() if phase == self._phase else None
-
-
-def _build(config: LearnerConfig, info: DataInfo, index: int, count: int) -> WeightShard:
-    import torch
-
-    from raytrain_opt.async_training.weight_shard import WeightShard
-    from raytrain_opt.models import build_model
-
-    torch.set_num_threads(1)
-    model = build_model(
-        config.model,
-        num_classes=info.num_classes,
-        sample_shape=info.sample_shape,
-        seed=config.seed,
-        channels_last=config.channels_last,
-    )
-    updates = info.steps_per_epoch(config.global_batch_size) * config.worker_count
-    return WeightShard(config.optimizers[0], model, index, count, updates)
 
 
 @dataclass(frozen=True)

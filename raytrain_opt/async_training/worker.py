@@ -25,7 +25,7 @@ from raytrain_opt.pools.commands import (
     StateRef,
 )
 from raytrain_opt.pools.protocol import States
-from raytrain_opt.results import AsyncWorkerMetrics, EvalTotals
+from raytrain_opt.results import AsyncWorkerMetrics
 from raytrain_opt.train.learner import Learner
 
 
@@ -44,7 +44,10 @@ class AsyncWorker(LearnerHandler):
             case MainTrain():
                 return self._main_train(command, on_step)
             case Evaluate():
-                return self._evaluate(command, on_step)
+                if self.index not in command.workers:  # it came back after the others had begun
+                    return None
+                part = command.workers.index(self.index)
+                return self._evaluate_part(command, part, len(command.workers), on_step)
         return super()._execute(command, on_step)
 
     def _load_into_learner(self, ref: StateRef) -> None:
@@ -62,12 +65,6 @@ class AsyncWorker(LearnerHandler):
             return self._trainer.train(phase, server, on_step)
         except PhaseLostError:
             return None
-
-    def _evaluate(self, command: Evaluate, on_step: OnStep) -> EvalTotals | None:
-        if self.index not in command.workers:  # it came back after the others had begun
-            return None
-        part, parts = command.workers.index(self.index), len(command.workers)
-        return self._evaluate_part(command, part, parts, on_step)
 
 
 class PhaseLostError(Exception):
@@ -96,17 +93,15 @@ class RemoteServer:
         return cast(bool, _get(ref))
 
     def pull(self) -> Weights:
+        """Return the weights of all shards."""
         while True:
+            answers = self._of_phase([shard.pull.remote(self._phase) for shard in self._shards])
             try:
-                return self._pull()
+                wires = ray.get([ref for _, [ref] in answers])
             except ray.exceptions.ObjectLostError:
                 continue  # the shard that stored them died; the next one knows no phase
-
-    def _pull(self) -> Weights:
-        answers = self._of_phase([shard.pull.remote(self._phase) for shard in self._shards])
-        wires = ray.get([ref for _, [ref] in answers])
-        parts = tuple(from_wire(wire, self._dtype) for wire in wires)
-        return Weights(min(version for version, _ in answers), parts)
+            parts = tuple(from_wire(wire, self._dtype) for wire in wires)
+            return Weights(min(version for version, _ in answers), parts)
 
     def push(self, number: int, version: int, gradients: Sequence[WireArray]) -> int:
         """Update all shards by a gradient of weights of this version; return its staleness."""
