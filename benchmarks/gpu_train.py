@@ -22,6 +22,7 @@ last two variants.
                     its optimizer factory and loss; `skipped` where timm is not installed
   learner           `raytrain_opt.train.learner.Learner` with precision: auto, compile: none
   learner_compiled  the same with compile: default
+  learner_autotune_compiled    with compile: max-autotune
   learner_lars      learner with optimizer: LARS
   learner_muon      learner with optimizer: Muon; SGD's iteration is that of learner
 On a CPU nothing is compiled.
@@ -280,6 +281,7 @@ VARIANTS: dict[str, Callable[[Bench], Train]] = {
     "timm": Bench.timm,
     "learner": Bench.learner,
     "learner_compiled": lambda bench: bench.learner(compile="default"),
+    "learner_autotune_compiled": lambda bench: bench.learner(compile="max-autotune"),
     "learner_lars": lambda bench: bench.learner(optimizer="LARS"),
     "learner_muon": lambda bench: bench.learner(optimizer="Muon"),
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
-from math import ceil, nan
+from math import ceil
 from statistics import fmean
 from threading import Event
 from time import process_time
@@ -45,32 +45,26 @@ class CpuSampler:
         return min(100.0, 100.0 * (self._busy_s - busy_s) / available_s) if available_s else 0.0
 
 
-class NvmlSampler:
-    """Utilization of one GPU in NVML's last window, which has a length of 1/6 s to 1 s."""
+def gpu_sampler(uuid: str) -> Sampler:
+    """Sample the utilization of a GPU in NVML's last window, which has a length of 1/6 s to 1 s.
 
-    def __init__(self, uuid: str) -> None:
-        """Open the GPU with this UUID. Raises ResourcesError: no driver, no such GPU, MIG."""
-        self.uuid = f"GPU-{uuid.removeprefix('GPU-')}"
-        with _explained(f"open {self.uuid}"):
+    Raises ResourcesError, here and when it samples: no driver, no such GPU, MIG.
+    """
+    uuid = f"GPU-{uuid.removeprefix('GPU-')}"
+
+    def sample() -> float:
+        try:
             pynvml.nvmlInit()
-            self._handle = pynvml.nvmlDeviceGetHandleByUUID(self.uuid)
-        self()  # raise now, not in a thread, if the GPU reports nothing
+            handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+            return float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+        except pynvml.NVMLError as error:
+            raise ResourcesError(
+                f"NVML, a part of the NVIDIA driver, cannot watch {uuid}: {error}. It watches no "
+                "MIG instance; batch_size_search.strategy: throughput_knee needs no utilization"
+            ) from error
 
-    def __call__(self) -> float:
-        with _explained(f"read the utilization of {self.uuid}"):
-            return float(pynvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
-
-
-@contextmanager
-def _explained(task: str) -> Iterator[None]:
-    """Turn errors of NVML into errors that say what to do."""
-    try:
-        yield
-    except pynvml.NVMLError as error:
-        raise ResourcesError(
-            f"NVML, a part of the NVIDIA driver, cannot {task}: {error}. It watches no MIG "
-            "instance; batch_size_search.strategy: throughput_knee needs no utilization"
-        ) from error
+    sample()
+    return sample
 
 
 @contextmanager
@@ -102,11 +96,6 @@ def watch_utilization(sampler: Sampler, period_s: float) -> Iterator[list[float]
 def top_half_mean(samples: list[float]) -> float:
     """Return the mean of the ceil(n/2) largest of n samples."""
     return fmean(sorted(samples, reverse=True)[: ceil(len(samples) / 2)])
-
-
-def unknown_utilization() -> float:
-    """Return NaN: a sampler for a device whose utilization is not known."""
-    return nan
 
 
 def gpu_names() -> list[str]:

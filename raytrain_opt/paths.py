@@ -139,24 +139,19 @@ class RunPaths:
         if self._copy is not None:
             self._copy.begin()
 
-    def publish(self) -> str | None:
+    def publish(self) -> None:
         """Copy new and changed files to the remote storage, and remove deleted ones there.
 
         The index of checkpoints and the result are copied last. Does nothing for a local run.
-        Returns a note for the user. Raises StorageError, and TakenOverError if another process has
-        resumed the run.
+        Raises StorageError, and TakenOverError if another process has resumed the run.
         """
-        if self._copy is None:
-            return None
         try:
-            note = self._copy.publish()
+            if self._copy is not None:
+                self._copy.publish()
         except StorageError:
             if self._folder is not None:  # it has what the storage has not
                 self._folder.keep()
             raise
-        if self._folder is not None:
-            self._folder.own()
-        return note
 
     @property
     def is_published(self) -> bool:

@@ -28,7 +28,7 @@ from obstore.store import ObjectStore
 
 from raytrain_opt.clock import utc_now
 from raytrain_opt.errors import TakenOverError, printable
-from raytrain_opt.storage import STORAGE_ERRORS, error_text, open_store, storage_errors
+from raytrain_opt.storage import STORAGE_ERRORS, open_store, storage_errors
 
 INDEX = "checkpoints/index.json"
 # Names the process that began the run.
@@ -59,7 +59,6 @@ class RunCopy:
         self.uri, self._local = uri, local
         # Version of the file that each object holds (None: not in the folder), and the object's.
         self._published: dict[str, tuple[tuple[int, int] | None, _ObjectVersion]] = {}
-        self._has_noted = False
         process = f"process {os.getpid()} on {socket.gethostname()} since {utc_now()}"
         self._writer = f"{process} ({secrets.token_hex(4)})"  # it may resume twice in a second
 
@@ -137,11 +136,8 @@ class RunCopy:
             for chunk in obstore.get(self._store, name).stream(min_chunk_size=_UPLOAD_PART):
                 file.write(chunk)
 
-    def publish(self) -> str | None:
-        """Copy what is new, remove what was deleted. Raises StorageError, TakenOverError.
-
-        Returns once why objects that are not needed any more cannot be removed: they stay.
-        """
+    def publish(self) -> None:
+        """Copy what is new, remove what was deleted. Raises StorageError, TakenOverError."""
         with storage_errors(f"{self.uri} cannot be written; all files are in {self._local}"):
             self._claim()
             files = self._files()
@@ -151,15 +147,10 @@ class RunCopy:
                     version = self._put(name, version)
                     self._published[name] = files[name], version
         for name in self._published.keys() - files.keys():
-            try:
-                with suppress(FileNotFoundError):
-                    obstore.delete(self._store, name)
-            except STORAGE_ERRORS as error:  # only tidying: the next time may succeed
-                first, self._has_noted = not self._has_noted, True
-                text = f"{self.uri}: old files, as {name}, cannot be removed: {error_text(error)}"
-                return text if first else None
+            # Only tidying: what cannot be removed stays.
+            with suppress(*STORAGE_ERRORS):
+                obstore.delete(self._store, name)
             del self._published[name]
-        return None
 
     def _put(self, name: str, version: _ObjectVersion | None) -> _ObjectVersion:
         """Write an object that has this version, or that does not exist (None)."""

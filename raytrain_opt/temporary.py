@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_PREFIX, _OWNER, _KEPT = "rto-", ".owner", ".kept"  # short, for paths of sockets
+_PREFIX, _OWNER = "rto-", ".owner"  # short, for paths of sockets
 _RANDOM = 8  # characters that `mkdtemp` adds
 # Processes that have been told to end may still write: for a tenth of a second on an idle machine.
 _REMOVE_TRIES, _REMOVE_PAUSE_S = 50, 0.1
@@ -31,19 +31,15 @@ class TemporaryFolder:
         if not short:
             raise OSError("the path of the folder for temporary files is too long; set TMPDIR")
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=short[0]))
-        self._lock = os.open(self.path / _KEPT, os.O_CREAT | os.O_RDWR, 0o600)
-        self.own()
-
-    def own(self) -> None:
-        """Let the next process remove the folder after the death of this one."""
+        unlocked = self.path / ".unlocked"
+        self._lock = os.open(unlocked, os.O_CREAT | os.O_RDWR, 0o600)
         with suppress(OSError):  # a file system without locks: the folder stays after a kill
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            (self.path / _KEPT).rename(self.path / _OWNER)
+            unlocked.rename(self.path / _OWNER)
 
     def keep(self) -> None:
         """Let the folder stay when this process ends."""
-        with suppress(OSError):
-            (self.path / _OWNER).rename(self.path / _KEPT)
+        (self.path / _OWNER).unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Remove the folder."""

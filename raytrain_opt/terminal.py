@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Self
 
 from rich.console import Console
@@ -34,8 +33,9 @@ class Terminal:
         return None
 
     def note(self, text: str) -> None:
-        """Print a line that stays."""
-        print_line(self._console, text)
+        """Print a line that stays: text as it is, but nothing that controls a terminal."""
+        line = printable(text)
+        self._console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def phase(self, text: str) -> None:
         """Show the current activity, if the display moves."""
@@ -78,10 +78,6 @@ class Bar(Terminal):
     def advance(self, fraction: float) -> None:
         self._progress.update(self._task, completed=fraction)
 
-    def epoch(self, record: EpochRecord) -> None:
-        super().epoch(record)
-        self._progress.update(self._task, completed=record.epoch / record.epochs)
-
 
 def open_terminal() -> Terminal:
     """Return a progress bar when stdout is a terminal, otherwise plain lines."""
@@ -89,20 +85,17 @@ def open_terminal() -> Terminal:
     return Bar(console) if console.is_terminal else Terminal(console)
 
 
-def print_line(console: Console, text: str) -> None:
-    """Print text as it is, but nothing that controls a terminal."""
-    console.print(printable(text), markup=False, emoji=False, highlight=False, soft_wrap=True)
-
-
 def epoch_text(record: EpochRecord) -> str:
     """Return one epoch as one line."""
     loss = "–" if record.train_loss is None else f"{record.train_loss:.4f}"
+    metric = record.metric
+    test = f"test {metric.name} {metric.text(record.test_metric)}  " if metric else ""
     left_s = (record.epochs - record.epoch) * _next_epoch_s(record)
     left = f"  about {_rounded(left_s)} left" if left_s >= 1 else ""
     speed = f"{record.samples_per_s:,.0f} samples/s"
     return (
         f"epoch {record.epoch}/{record.epochs}  lr {record.lr:.4g}  train loss {loss}  "
-        f"{_metric_text(record)}{speed}  {record.duration_s:.1f} s{left}"
+        f"{test}{speed}  {record.duration_s:.1f} s{left}"
     )
 
 
@@ -130,16 +123,3 @@ def probe_text(record: BatchSizeProbeRecord) -> str:
     speed, error = record.samples_per_s or 0.0, record.samples_per_s_error
     error_pct = "?" if not speed or error is None else f"{100 * error / speed:.1f}"
     return f"{start}  {speed:,.0f} samples/s ± {error_pct} %  ({record.reason})"
-
-
-def _metric_text(record: EpochRecord) -> str:
-    metric = record.metric
-    return f"test {metric.name} {metric.text(record.test_metric)}  " if metric else ""
-
-
-def print_facts(facts: Sequence[tuple[str, str]]) -> None:
-    """Print one line per fact (name, text)."""
-    console = Console(file=sys.stdout)
-    width = max(len(name) for name, _ in facts)
-    for name, text in facts:
-        print_line(console, f"{name:<{width}}  {text}")

@@ -154,7 +154,7 @@ def _class_folders(folder: Path, train: str, notes: list[str]) -> list[Row]:
     classes = class_folders(root, left_out)
     inner = Counter(classes)  # folders by name
     for name in classes:
-        paths = [os.path.relpath(path, folder) for path, _ in image_paths(root / name, left_out)]
+        paths = [os.path.relpath(path, folder) for path in image_paths(root / name, left_out)]
         rows += [(path, name.strip(), "train") for path in paths]
         inner.update(class_folders(root / name, Counter()))
     if len(shared := sorted(name for name, count in inner.items() if count > 1)) > 1:

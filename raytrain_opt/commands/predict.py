@@ -145,7 +145,7 @@ def _find_images(argument: str, left_out: Counter[str]) -> list[str]:
         root = Path(argument).expanduser()
         if root.is_file():
             return [argument]
-        files = [path for path, _ in image_paths(root, left_out)] if root.is_dir() else []
+        files = list(image_paths(root, left_out)) if root.is_dir() else []
     except OSError as error:
         rule = f"cannot be read: {error.strerror}"
         raise JobError([Problem("IMAGE", rule, repr(argument))], "arguments") from None

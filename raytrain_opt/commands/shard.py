@@ -30,10 +30,10 @@ def write_shards(
     patterns: list[str] = []
     sets: dict[str, ImageFiles] = {}
     classes: Sequence[str] = ()
-    left_out, seen = Counter[str](), dict[str, str]()
+    left_out = Counter[str]()
     for split in class_folders(folder, left_out):
         try:
-            files = list_folder(folder / split, left_out, seen)
+            files = list_folder(folder / split, left_out)
         except OSError as error:
             raise DataError(f"{folder}/{split}", f"has no usable images: {error}") from error
         classes = classes or files.classes

@@ -17,7 +17,6 @@ from raytrain_opt.config.section import (
     NamedSection,
     NameOrFunction,
     NameOrInstance,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
     Section,
@@ -30,26 +29,17 @@ _MAX_VALIDATION_SAMPLES = 5000
 DATA_NAMES = (*ARRAY_SETS, "arrays", "image_folder", "shards")
 
 
-class BatchAugment(Section):
-    """Random changes to training samples, on top of the crop and flip of image folders."""
+PolicyName = Literal["none", "rand_augment", "trivial_augment"]
 
-    policy: Literal["none", "rand_augment", "trivial_augment"] = "none"
+
+class FileAugment(Section):
+    """Random changes to training samples, on top of the crop and flip of image files."""
+
+    policy: PolicyName = "none"
     """torchvision's RandAugment or TrivialAugmentWide, for uint8 images of 1 or 3 channels."""
-    random_erasing: Fraction = 0.0
-    """Probability that a box of 2 to 33 % of an image is erased."""
-    mixup: Annotated[NonNegativeFloat, Field(le=100)] = 0.0
-    """alpha of Beta(alpha, alpha), e.g. 0.2, for floats and images. 0: no mixup. A sample is mixed
-    with one of its own micro-batch, so results differ with the number of workers."""
-    cutmix: Annotated[NonNegativeFloat, Field(le=100)] = 0.0
-    """alpha as for mixup, e.g. 1. 0: no cutmix. With both, each half of the steps."""
-
-    @property
-    def mixes(self) -> bool:
-        """Whether samples and their labels are mixed with others."""
-        return bool(self.mixup or self.cutmix)
 
 
-class Augment(BatchAugment):
+class Augment(FileAugment):
     """Random changes to training images; applied to batches on the device for in-memory sets."""
 
     crop_padding: NonNegativeInt = Field(0, le=64)
@@ -163,10 +153,9 @@ class LoaderSection(_DataSection):
     on_nodes: ClassVar[bool] = True
 
     loader_workers: Literal["auto"] | Annotated[NonNegativeInt, Field(le=256)] = "auto"
-    """Loader processes per worker and slot; 0: load in the process itself. auto: 2, and more when
-    loading a batch takes longer than computing one, up to its compute threads
-    (workers.threads)."""
-    augment: BatchAugment = Field(default_factory=BatchAugment)
+    """Loader processes per worker and slot; 0: load in the process itself. auto: one for each of
+    its compute threads (workers.threads), at most 4."""
+    augment: FileAugment = Field(default_factory=FileAugment)
     """Applied to samples as they are read."""
     on_unreadable: Literal["error", "skip"] = "error"
     """A sample that cannot be read. error: stop and name it; skip: leave it out; the

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from raytrain_opt.config.data import BatchAugment
+from raytrain_opt.config.data import FileAugment
 from raytrain_opt.config.section import BrokenRule
 
 if TYPE_CHECKING:
@@ -80,11 +80,9 @@ def _data_rules(job: Job) -> Iterator[BrokenRule]:
             yield "data.sampler", "balanced needs the labels of task: classification"
         if job.loss != type(job.loss)():
             yield "loss", "belongs to task: classification; a task of your own returns its loss"
-        if data.augment.mixes:
-            yield "data.augment", "mixup and cutmix need the labels of task: classification"
     if job.gives_own_samples:
         rule = "a task of your own gets the samples as they are; change your Dataset"
-        if data.augment != BatchAugment():
+        if data.augment != FileAugment():
             yield "data.augment", rule
         if data.normalize != "auto":
             yield "data.normalize", rule

@@ -43,7 +43,7 @@ from raytrain_opt.config.updates import (
 from raytrain_opt.errors import JobError, Problem
 
 Precision = Literal["auto", "fp32", "fp32_strict", "bf16", "fp16"]
-Compile = Literal["auto", "none", "default"]
+Compile = Literal["auto", "none", "default", "max-autotune"]
 CLASSIFICATION = "classification"
 
 
@@ -324,8 +324,9 @@ class Job(Section):
     channels_last: bool = True
     """Use the channels_last memory format for images and convolutions."""
     compile: Compile = "auto"
-    """torch.compile for the model, in its mode default. auto: default on GPUs for models with
-    attention, else none. Compiled, dropout draws other random numbers."""
+    """torch.compile for the model, in its mode default or max-autotune (without CUDA graphs).
+    auto: default on GPUs for models with attention, else none. Compiled, dropout draws other
+    random numbers."""
     workers: WorkersSection = Field(default_factory=WorkersSection)
     """The data-parallel training processes."""
     slots: SlotsSection = Field(default_factory=SlotsSection)

@@ -1,12 +1,11 @@
 """Images in tar files of the WebDataset format, local or in an object storage.
 
 A sample is two members of a shard with one name: KEY.jpg (or another image format) and KEY.cls,
-its class number as text; classes.txt beside the shards may name the classes, one per line. Hidden
-members, such as ._KEY.jpg, are left out. The index of a shard, an int64 array [samples, 3] of the
-position and size of each image and its class, makes the shards one data set with sample numbers:
-order, resume and elastic workers are those of any other data set. It lies beside the shard
-(SHARD.index), or is made when the shard is used first, and is kept in the cache. Its first line is
-the version of the shard that it was made of: the index of another version is made again.
+its class number as text; classes.txt beside the shards may name the classes, one per line. The
+index of a shard, an int64 array [samples, 3] of the position and size of each image and its class,
+makes the shards one data set with sample numbers. It lies beside the shard (SHARD.index), or is
+made when the shard is used first, and is kept in the cache. Its first line is the version of the
+shard that it was made of: the index of another version is made again.
 
 Images of an object storage are requested one by one, by the process that trains: its loader
 processes, forks, could not use the client of the storage.
@@ -34,7 +33,7 @@ from obstore.exceptions import BaseError
 from raytrain_opt import storage
 from raytrain_opt.config.data import ShardsData
 from raytrain_opt.config.error_messages import shown
-from raytrain_opt.data.base import SourceSplit, digest, excerpt, spread
+from raytrain_opt.data.base import SourceSplit, digest
 from raytrain_opt.data.image_folder import left_out_kind
 from raytrain_opt.data.images import SUFFIXES
 from raytrain_opt.data.sampling import Indices
@@ -46,8 +45,8 @@ CLASSES = "classes.txt"
 _REQUESTS = 32
 # Far more than any data set has; a pattern of more would only fill the memory.
 _MAX_SHARDS = 100_000
-# Of a member or a header that is read at once: somebody else may have made the shard.
-_MAX_IMAGE_BYTES, _MAX_HEADER_BYTES, _MAX_LABEL_BYTES = 2**29, 2**20, 100
+# Of a member that is read at once: somebody else may have made the shard.
+_MAX_IMAGE_BYTES, _MAX_LABEL_BYTES = 2**29, 100
 _CLASS_NUMBER = re.compile(rb"\s*([0-9]{1,18})\s*")
 
 
@@ -103,20 +102,10 @@ class ShardSource(ImageSource):
         return [_requests().submit(self.content, split, index) for index in indices]
 
     def digest(self) -> str:
-        """Return a digest of the shards' names, and of each sample's position, size and label.
-
-        Excerpts of samples evenly spread are in it where the shards are local.
-        """
+        """Return a digest of the shards' names, and of each sample's position, size and label."""
         sets = self._sets.values()
         names = (storage.last_name(shard.place).encode() for part in sets for shard in part.shards)
-        return digest([*names, *(part.index.data for part in sets), *self._excerpts()])
-
-    def _excerpts(self) -> Iterator[bytes]:
-        for part in self._sets.values():
-            for index in spread(len(part.index)):
-                place, (position, size, _) = part.shard_of(index).place, part.index[index].tolist()
-                if not storage.is_remote(place):
-                    yield excerpt(place, position, size)
+        return digest([*names, *(part.index.data for part in sets)])
 
     def describe(self, split: SourceSplit, index: int) -> str:
         """Return the shard and the sample's number in it, from 0, for an error message."""
@@ -178,7 +167,7 @@ class Shard:
             file: Any = (
                 FileIO(self.place)
                 if not storage.is_remote(self.place)
-                else (obstore.open_reader(storage.open_store(folder), name))
+                else obstore.open_reader(storage.open_store(folder), name)
             )
             with closing(file):
                 index = make_index(file, self.place)
@@ -234,29 +223,21 @@ def _object_version(found: Any) -> str:
     return f"{found['size']} {found['e_tag'] or found['last_modified']}"
 
 
-class _BoundedFile:
-    """A shard whose headers cannot make `tarfile` read any number of bytes at once."""
+class _ByteFile:
+    """A file that reads bytes, as `tarfile` needs them; obstore's reads a type of its own."""
 
     def __init__(self, file: Any) -> None:
         self._file, self.seek, self.tell = file, file.seek, file.tell
 
     def read(self, size: int) -> bytes:
-        """Return the next bytes."""
-        if not 0 <= size <= _MAX_HEADER_BYTES:
-            raise tarfile.ReadError(f"a header of {size} bytes")
         return bytes(self._file.read(size))
-
-    def read_at(self, position: int, size: int) -> bytes:
-        """Return some bytes from a position."""
-        self.seek(position)
-        return self.read(size)
 
 
 def make_index(file: Any, name: str) -> Indices:
     """Read the members of a shard. Raises ValueError naming it, the member and the reason."""
     images: dict[str, tuple[int, int]] = {}
     labels: dict[str, int] = {}
-    for member, content in _read_members(_BoundedFile(file), name):
+    for member, content in _read_members(_ByteFile(file), name):
         key, _, suffix = member.name.rpartition(".")
         is_image, rule = f".{suffix.lower()}" in SUFFIXES, ""
         if not is_image and suffix.lower() != "cls":
@@ -292,14 +273,13 @@ def _read_members(stream: Any, name: str) -> Iterator[tuple[tarfile.TarInfo, byt
         # Compressed, positions would mean nothing.
         with tarfile.open(fileobj=stream, mode="r:") as file:
             for member in file:
-                if member.size < 0:  # the next header would be one before it
-                    raise tarfile.ReadError(f"a member of {member.size} bytes")
                 if left_out_kind(member.name) != "hidden":
-                    size = min(member.size, _MAX_LABEL_BYTES)
-                    yield member, stream.read_at(member.offset_data, size)
-            end = stream.read_at(file.offset, _MAX_HEADER_BYTES)
-            if not end or any(end):
-                raise tarfile.ReadError("it was cut off" if not end else "another tar follows it")
+                    stream.seek(member.offset_data)
+                    yield member, stream.read(min(member.size, _MAX_LABEL_BYTES))
+            # A copy that ended early often ends between two members.
+            stream.seek(file.offset)
+            if not stream.read(1):
+                raise tarfile.ReadError("it was cut off")
     except BaseError:  # of the storage
         raise
     except Exception as error:  # a damaged header can make tarfile raise anything
@@ -312,14 +292,11 @@ def index_bytes(index: Indices, version: str) -> bytes:
 
 
 def parse_index(content: bytes, shard: Shard) -> Indices | None:
-    """Return the index in a file; None if it is damaged, or of another version of the shard."""
+    """Return the index in a file; None if it is cut off, or of another version of the shard."""
     version, _, rows = content.partition(b"\n")
     if version != shard.version.encode() or not rows or len(rows) % 24:
         return None
-    index = np.frombuffer(rows, "<i8").reshape(-1, 3)
-    positions, sizes = index[:, 0], index[:, 1]
-    is_inside = (index >= 0).all() and (sizes <= _MAX_IMAGE_BYTES).all()
-    return index if is_inside and (positions <= shard.size - sizes).all() else None
+    return np.frombuffer(rows, "<i8").reshape(-1, 3)
 
 
 def expand_braces(pattern: str) -> list[str]:

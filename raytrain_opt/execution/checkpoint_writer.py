@@ -114,7 +114,7 @@ class CheckpointWriter:
         deadline_s, pause_s, attempts = monotonic_s() + self._limit_s, _FIRST_PAUSE_S, 1
         while True:
             try:
-                note = self._paths.publish()
+                self._paths.publish()
             except TakenOverError:
                 raise
             except StorageError as error:
@@ -123,7 +123,7 @@ class CheckpointWriter:
                 refusal = f"the storage refused {attempts} copies before one succeeded: {error}"
                 pause_s, attempts = min(2 * pause_s, _LONGEST_PAUSE_S), attempts + 1
             else:
-                self._notes += filter(None, [refusal, note])
+                self._notes += [refusal] if refusal else []
                 return
 
     def wait(self) -> None:

@@ -30,7 +30,6 @@ from raytrain_opt.recording.records import (
 from raytrain_opt.report import try_write_report
 from raytrain_opt.report.plots import duration, percent, rate
 from raytrain_opt.storage import join, write_text
-from raytrain_opt.terminal import print_facts
 from raytrain_opt.train.trained_model import model_metadata
 from raytrain_opt.user_code import exits_as_errors
 
@@ -93,7 +92,8 @@ def finish(run: TrainingRun) -> RunResult:
     run.stop.progress(math.inf)
     run.checkpoints.publish()  # what the callbacks wrote
     run.terminal.advance(1.0)
-    print_facts(_facts(run, record, report))
+    for name, text in _facts(run, record, report):
+        run.terminal.note(f"{name:<12}  {text}")
     return RunResult(
         run_dir=run.paths.shown,
         test_metric=record.final.test_metric,

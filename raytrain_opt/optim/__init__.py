@@ -1,11 +1,5 @@
 """Optimizers, schedules and scaling rules, each usable on its own in any training loop.
 
-    from raytrain_opt.optim.factory import parameter_groups
-    from raytrain_opt.optim.large_batch import LARS
-
-    groups = parameter_groups(model, exclude_bias_and_norm=True)
-    optimizer = LARS(groups, lr=10.0, weight_decay=5e-5)
-
 Start with `schedules` (learning rates as functions of the step, and for another batch size) and
 `epoch_steps` (updates of each epoch), which are free of torch; then `large_batch` (LARS,
 RMSpropWarmup), `muon` and `averaging`. `factory` builds what the `optimizer` section of a job

@@ -6,15 +6,13 @@
     a number     d_t = min(decay, (1 + t) / (10 + t))
 
 With a number, d_t rises to it, so that the first weights are forgotten in short trainings too (as
-in TensorFlow's and timm's EMA). With auto the average covers the last h_t updates: a fixed part of
-the training whatever its length, and less of it as the rate falls, since weights that hardly move
-need no average and older ones are worse. So it ends as the weights themselves, and shows what they
-would be worth after a decay at any time before. Schedule-free optimizers (Defazio et al., The Road
-Less Scheduled, NeurIPS 2024) average within their own update.
+in TensorFlow's and timm's EMA). With auto the average covers the last h_t updates, and fewer as
+the rate falls, so it ends as the weights themselves, and shows what they would be worth after a
+decay at any time before. Schedule-free optimizers (Defazio et al., The Road Less Scheduled,
+NeurIPS 2024) average within their own update.
 
-For both, the parameters hold the averaged weights at all times but within a phase of training:
-whatever reads, scores or saves the model sees the average. The weights that training continues
-from are in the optimizer's state, so they go wherever that goes, bit for bit.
+For both, the parameters hold the averaged weights at all times but within a phase of training. The
+weights that training continues from are in the optimizer's state, bit for bit.
 """
 
 from __future__ import annotations
@@ -34,13 +32,9 @@ _COVERED = 0.25
 
 def attach_ema(optimizer: Optimizer, decay: float | Literal["auto"]) -> None:
     """Let the optimizer average its weights after each update."""
+    settings = {"ema_decay": decay, "averaged_updates": 0, "highest_lr": 0.0, "train_mode": False}
     for group in optimizer.param_groups:
-        group |= {
-            "ema_decay": decay,
-            "averaged_updates": 0,
-            "highest_lr": 0.0,
-            "train_mode": False,
-        }
+        group |= settings
     optimizer.register_step_post_hook(_update)
 
 
@@ -49,39 +43,29 @@ def averages_weights(optimizer: Optimizer) -> bool:
     return "ema_decay" in optimizer.param_groups[0] or _has_modes(optimizer)
 
 
-def use_training_weights(optimizer: Optimizer) -> None:
-    """Give the parameters the weights to train; does nothing without averaging."""
-    _set_mode(optimizer, train=True)
-
-
-def use_averaged_weights(optimizer: Optimizer) -> None:
-    """Give the parameters the averaged weights; does nothing without averaging."""
-    _set_mode(optimizer, train=False)
-
-
 def _has_modes(optimizer: Any) -> bool:
-    return callable(getattr(optimizer, "train", None)) and callable(
-        getattr(optimizer, "eval", None)
-    )
+    return all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval"))
 
 
 @torch.no_grad()
-def _set_mode(optimizer: Any, *, train: bool) -> None:
+def use_weights(optimizer: Any, *, training: bool) -> None:
+    """Give the parameters the weights to train, or the averaged ones if there is an average."""
     if _has_modes(optimizer):
         # Switching to the average and back would round the weights.
-        if not train:
-            for values, param in _trained(optimizer):
-                if _OTHER_WEIGHTS not in values:
-                    values[_OTHER_WEIGHTS] = param.clone()
-        (optimizer.train if train else optimizer.eval)()
-        if train:
+        if training:
+            optimizer.train()
             for values, param in _trained(optimizer):
                 param.copy_(values.pop(_OTHER_WEIGHTS, param))
+            return
+        for values, param in _trained(optimizer):
+            if _OTHER_WEIGHTS not in values:
+                values[_OTHER_WEIGHTS] = param.clone()
+        optimizer.eval()
         return
-    if optimizer.param_groups[0].get("train_mode", train) == train:
+    if optimizer.param_groups[0].get("train_mode", training) == training:
         return
     for group in optimizer.param_groups:
-        group["train_mode"] = train
+        group["train_mode"] = training
     for values, param in _trained(optimizer):
         if _OTHER_WEIGHTS in values:
             weights = param.clone()

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.sgd import sgd
 
 
 def split_evenly(costs: Sequence[int], parts: int) -> list[list[int]]:
-    """Return the indices of the costs in `parts` lists of about equal sums.
-
-    The largest cost comes first, each goes to the part with the smallest sum so far.
-    """
+    """Return the indices of the costs in `parts` lists of about equal sums."""
     sums, indices = [0] * parts, [list[int]() for _ in range(parts)]
     for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
         part = sums.index(min(sums))
@@ -61,9 +59,45 @@ class BatchedOptimizer(Optimizer, ABC):
                 self.state[param][name] = torch.zeros_like(param)
         return [self.state[param][name] for param in params]
 
-    def _check(self, name: str, value: float, *, positive: bool = False) -> None:
-        """Raise ValueError unless the setting `name` is in its range."""
-        if not (0 < value < math.inf if positive else 0 <= value < math.inf):
-            least = "above 0" if positive else "at least 0"
-            owner = type(self).__name__
-            raise ValueError(f"{owner}: {name} must be {least} and finite, not {value!r}")
+    def _check(self, settings: Mapping[str, float]) -> None:
+        """Raise ValueError unless all settings are finite and at least 0."""
+        for name, value in settings.items():
+            if not 0 <= value < math.inf:
+                rule = f"{name} must be at least 0 and finite, not {value!r}"
+                raise ValueError(f"{type(self).__name__}: {rule}")
+
+
+def has_fused_kernels(parameter: Tensor) -> bool:
+    """Return whether torch has fused updates for a parameter's device and type."""
+    device = parameter.device.type
+    # On a CPU, those of torch 2.11 leave half-precision parameters as they are.
+    return device == "cuda" or (device == "cpu" and parameter.dtype.itemsize >= 4)
+
+
+def descend(
+    params: list[Tensor],
+    grads: list[Tensor],
+    buffers: list[Tensor],
+    group: dict[str, Any],
+    weight_decay: float = 0.0,
+    *,
+    nesterov: bool = False,
+    may_fuse: bool = True,
+) -> None:
+    """Take a step of torch's SGD, with the momentum and the rate of the group."""
+    # The fused kernel ignores strides.
+    strides = [[tensor.stride() for tensor in tensors] for tensors in (params, grads, buffers)]
+    fused = may_fuse and has_fused_kernels(params[0]) and strides[0] == strides[1] == strides[2]
+    sgd(
+        params,
+        grads,
+        cast(list[Tensor | None], buffers),
+        foreach=not fused,
+        fused=fused,
+        weight_decay=weight_decay,
+        momentum=group["momentum"],
+        lr=group["lr"],
+        dampening=0.0,
+        nesterov=nesterov,
+        maximize=False,
+    )

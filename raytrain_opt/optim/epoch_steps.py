@@ -1,12 +1,7 @@
 """A global batch that grows at given epochs, and the number of updates in each epoch.
 
-    n    training samples, without those that are held out
-    B    global batch size of the job           f(e)    factor of epoch e (`ramp_factor`)
-
-    updates in epoch e = floor(n / (B f(e))), or rounded up if the last one may be smaller
-
-Where a schedule would divide the learning rate by f, multiplying the batch by f lowers the noise
-of the gradients as much, in fewer updates.
+Where a schedule would divide the learning rate by a factor, multiplying the batch by it lowers the
+noise of the gradients as much, in fewer updates.
 Source: Smith, Kindermans, Ying and Le, Don't Decay the Learning Rate, Increase the Batch Size,
 ICLR 2018.
 """
@@ -45,14 +40,6 @@ class EpochSpan:
         """Whether the training ends with this epoch."""
         return self.stop == self.total
 
-    def fractions(self, offset: float = 0.5) -> tuple[float, ...]:
-        """Return the completed fraction of the training in each update, `offset` into it."""
-        length = self.stop - self.start
-        return tuple(
-            (self.start + length * ((i + offset) / self.steps)) / self.total
-            for i in range(self.steps)
-        )
-
 
 @dataclass(frozen=True)
 class EpochSteps:
@@ -82,19 +69,14 @@ class EpochSteps:
 
     def before(self, epoch: int) -> int:
         """Return the number of updates in all epochs before `epoch`."""
-        starts = [1, *(start for start, _ in self.later if start < epoch), epoch]
-        spans = zip(starts, starts[1:], strict=False)
-        return sum((end - start) * self(start) for start, end in spans)
+        return sum(map(self, range(1, epoch)))
 
 
 @dataclass(frozen=True)
 class Length:
-    """The length of a training: a number of epochs, or wall time.
+    """The length of a training: a number of epochs, or wall time with the search."""
 
-    `known_epochs` is 0 for a time, of which the search is a part; `execution.length` plans it.
-    """
-
-    known_epochs: int = 0
+    known_epochs: int = 0  # 0 for a time, which `execution.length` plans
     seconds: float = math.inf
 
     def __str__(self) -> str:
@@ -128,28 +110,24 @@ def epoch_steps(
     *,
     drop_last: bool = True,
 ) -> EpochSteps:
-    """Count the updates in each epoch of `train_size` samples.
+    """Count the updates in each epoch of `train_size` samples. Raises JobError for fewer than one.
 
     `drop_last`: without the samples that do not fill a global batch. `search_size`: samples that
-    candidates train on, by default as many. Raises JobError for a global batch that is larger
-    than `train_size`.
+    candidates train on, by default as many.
     """
-    ramp_sizes = {step.epoch: global_batch_size * step.factor for step in ramp}
-    sizes = {"global_batch_size": global_batch_size}
-    for i, step in enumerate(ramp):
-        sizes[f"batch_ramp.{i}.factor"] = ramp_sizes[step.epoch]
-    for path, size in sizes.items():
-        if size > train_size:
-            rule = (
-                f"larger than the training set, which has {train_size} samples without those "
-                "that are held out"
-            )
+    factors = {"global_batch_size": 1}
+    factors |= {f"batch_ramp.{i}.factor": step.factor for i, step in enumerate(ramp)}
+    for path, factor in factors.items():
+        if (size := global_batch_size * factor) > train_size:
+            rule = f"larger than the training set, which has {train_size} samples to train on"
             raise JobError([Problem(path, rule, f"a global batch of {size}")])
 
     def count(samples: int, size: int) -> int:
         return samples // size if drop_last else -(-samples // size)
 
-    later = tuple((epoch, count(train_size, size)) for epoch, size in ramp_sizes.items())
+    later = tuple(
+        (step.epoch, count(train_size, global_batch_size * step.factor)) for step in ramp
+    )
     first = count(train_size, global_batch_size)
     search = first if search_size is None else count(search_size, global_batch_size)
     return EpochSteps(first, later, held_out=first - search)

@@ -11,7 +11,7 @@ the group's `lr_multiplier` (`update.set_lr`).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -26,7 +26,8 @@ from raytrain_opt.config.load import resolve_function
 from raytrain_opt.config.section import is_function_name
 from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.errors import JobError, Problem, listed
-from raytrain_opt.optim.large_batch import LARS, RMSpropWarmup, has_fused_kernels
+from raytrain_opt.optim.batched import has_fused_kernels
+from raytrain_opt.optim.large_batch import LARS, RMSpropWarmup
 from raytrain_opt.optim.muon import Muon
 from raytrain_opt.optim.update import set_lr
 
@@ -53,9 +54,9 @@ def parameter_groups(
     Raises JobError for a pattern that matches no parameter.
     """
     multipliers = lr_multipliers or {}
-    _check_patterns(multipliers, model)
     in_norm = _parameters_of(model, _NORMALIZATION)
     in_embedding = _parameters_of(model, EMBEDDING)
+    unmatched = dict.fromkeys(multipliers)
     groups: dict[tuple[tuple[str, Any], ...], list[nn.Parameter]] = {}
     for name, param in model.named_parameters():
         settings: dict[str, Any] = {}
@@ -67,10 +68,16 @@ def parameter_groups(
                 and min(len(param), param[0].numel()) >= 2
                 and id(param) not in in_norm | in_embedding
             )
-        factors = [f for pattern, f in multipliers.items() if fnmatchcase(name, pattern)]
-        if factors:
-            settings["lr_multiplier"] = factors[0]
+        patterns = [pattern for pattern in multipliers if fnmatchcase(name, pattern)]
+        if patterns:
+            settings["lr_multiplier"] = multipliers[patterns[0]]
+        for pattern in patterns:
+            unmatched.pop(pattern, None)
         groups.setdefault(tuple(settings.items()), []).append(param)
+    for pattern in unmatched:
+        names = ", ".join(name for name, _ in [*model.named_parameters()][:3])
+        rule = f"{pattern!r} matches no parameter of this model ({names}, ...)"
+        raise JobError([Problem("optimizer", rule)])
     excluded_last = sorted(groups.items(), key=lambda item: ("adapt", False) in item[0])
     return [{"params": params, **dict(settings)} for settings, params in excluded_last]
 
@@ -80,19 +87,11 @@ def _parameters_of(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> set[
     return {id(param) for module in modules for param in module.parameters(recurse=False)}
 
 
-def _check_patterns(patterns: Iterable[str], model: nn.Module) -> None:
-    names = [name for name, _ in model.named_parameters()]
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            rule = f"{pattern!r} matches no parameter of this model ({', '.join(names[:3])}, ...)"
-            raise JobError([Problem("optimizer", rule)])
-
-
 _CLASSES: dict[str, Any] = {
     **{
         name: value
         for name, value in vars(torch.optim).items()
-        if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
+        if isinstance(value, type) and issubclass(value, Optimizer)
     },
     "LARS": LARS,
     "Muon": Muon,
@@ -100,37 +99,37 @@ _CLASSES: dict[str, Any] = {
     "ScheduleFreeAdamW": AdamWScheduleFree,
     "ScheduleFreeSGD": SGDScheduleFree,
 }
-_UNSUPPORTED = {
-    "SparseAdam": "needs sparse gradients; those of a data-parallel model are dense",
-    "Rprop": "uses the learning rate for its first step only, so no policy could control it",
-}
+# Gradients are dense here, and Rprop uses the rate for its first step only.
+for _name in ("Optimizer", "Rprop", "SparseAdam"):
+    del _CLASSES[_name]
 # What torch says of a class that takes its arguments.
 _NO_PARAMETERS = "optimizer got an empty parameter list"
 # Until the first rate is set: some classes refuse 0.
 _INITIAL_LR = 1e-3
-_RESERVED_ARGUMENTS = {
-    "lr": "is set by the learning-rate policy: use learning_rate.initial",
-    "differentiable": "is for differentiating through an update, which this loop does not do",
-    "warmup_steps": "is set by the learning-rate policy: use learning_rate.warmup",
-}
 
 
 def check_optimizer(section: OptimizerSection) -> list[Problem]:
     """Return all problems of the section, of values by constructing without parameters."""
-    if section.name in _UNSUPPORTED:
-        rule = f"cannot train here: {section.name} {_UNSUPPORTED[section.name]}"
-        return [Problem("optimizer.name", rule, None, "use SGD, AdamW or another")]
     try:
         optimizer_class = _resolve_class(section.name)
     except JobError as error:
         return error.problems
-    if needed := _required_by_step(optimizer_class):
+    parameters = [*inspect.signature(optimizer_class.step).parameters.values()][1:]
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
+    if needed:
         rule = f"cannot train here: its step() requires {', '.join(needed)}"
         hint = "the loop computes the gradients and then calls step() without arguments"
         return [Problem("optimizer.name", rule, optimizer_class.__name__, hint)]
-    return _check_arguments(optimizer_class, section.constructor_args) or _check_values(
-        optimizer_class, section.constructor_args
-    )
+    args = section.constructor_args
+    if problems := _check_arguments(optimizer_class, args):
+        return problems
+    # A class of the user's that requires an argument rejects none at all for the same reason.
+    message = _rejection(optimizer_class, args)
+    if message in (None, _NO_PARAMETERS, _rejection(optimizer_class, {})):
+        return []
+    rule = f"{optimizer_class.__name__} rejects it: {message}"
+    return [Problem("optimizer.args", rule, repr(args))]
 
 
 def build_optimizer(
@@ -138,11 +137,10 @@ def build_optimizer(
 ) -> Optimizer:
     """Build the optimizer of `model`'s parameters, at learning rate 0; see `set_lr`.
 
-    The section says which parameters are left out of weight decay, and which have rates of their
-    own. `distributed`: all ranks of the default process group take each step together. Unless the
-    arguments choose an implementation, the fused one is used where the class and the parameters
-    allow it, else foreach (all tensors in few kernels).
-    Raises JobError: anything `check_optimizer` finds, or the class rejects these parameters.
+    `distributed`: all ranks of the default process group take each step together. Unless the
+    arguments choose an implementation, it is the fused one where class and parameters allow it,
+    else foreach. Raises JobError: `check_optimizer` finds a problem, or the class rejects these
+    parameters.
     """
     problems = check_optimizer(section)
     if problems:
@@ -172,8 +170,8 @@ def _require_all_parameters(optimizer: Optimizer, model: nn.Module) -> None:
     if unknown := [name for name, p in named if p.requires_grad and id(p) not in known]:
         rule = f"{type(optimizer).__name__} does not train parameters: {listed(unknown)}"
         hint = (
-            "an optimizer must take all groups that it gets, and a network must create its "
-            "parameters when it is built; list those that shall not train in model.freeze"
+            "a network must create its parameters when it is built, and an optimizer take all its "
+            "groups; list those that shall not train in model.freeze"
         )
         raise JobError([Problem("optimizer.name", rule, None, hint)])
 
@@ -192,11 +190,11 @@ def _resolve_class(name: str | Callable[..., Any]) -> Any:
     """Return the class of this name, or the user's. Raises JobError if it is no optimizer."""
     if not is_function_name(name):
         if name not in _CLASSES:
-            valid = sorted(set(_CLASSES) - set(_UNSUPPORTED))
+            valid = sorted(_CLASSES)
             hint = nearest(str(name), valid, n=2)
             rule = (
-                "must be a class of torch.optim, LARS, Muon, RMSpropWarmup, ScheduleFreeSGD, "
-                "ScheduleFreeAdamW, or package.module:Class"
+                "must be a class of torch.optim (not Rprop or SparseAdam), LARS, Muon, "
+                "RMSpropWarmup, ScheduleFreeSGD, ScheduleFreeAdamW, or package.module:Class"
             )
             hint = hint or f"valid: {', '.join(valid)}"
             raise JobError([Problem("optimizer.name", rule, repr(name), hint)])
@@ -208,21 +206,13 @@ def _resolve_class(name: str | Callable[..., Any]) -> Any:
     return own
 
 
-def _required_by_step(optimizer_class: type[Optimizer]) -> list[str]:
-    parameters = [*inspect.signature(optimizer_class.step).parameters.values()][1:]
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
-
-
 def _implied_arguments(
     optimizer_class: type[Optimizer], steps_per_epoch: int = 1, distributed: bool = False
 ) -> dict[str, Any]:
     """Return the arguments that follow from the rest of the job."""
-    implied: dict[str, dict[str, Any]] = {
-        "Muon": {"distributed": distributed},
-        "RMSpropWarmup": {"steps_per_epoch": steps_per_epoch},
-    }
-    return implied.get(optimizer_class.__name__, {})
+    if optimizer_class is Muon:
+        return {"distributed": distributed}
+    return {"steps_per_epoch": steps_per_epoch} if optimizer_class is RMSpropWarmup else {}
 
 
 def _default_implementation(
@@ -243,28 +233,26 @@ def _default_implementation(
 
 
 def _can_be_fused(optimizer_class: type[Optimizer], parameter: Tensor) -> bool:
-    """Return whether torch's fused kernels, which ignore strides, can update a parameter.
-
-    Autograd gives the gradient the parameter's strides only if its elements fill their memory.
-    Some versions of torch, 2.11 among them, refuse Adagrad's on GPUs.
-    """
+    """Return whether torch's fused kernels, which ignore strides, can update a parameter."""
+    # Autograd gives the gradient the parameter's strides only if its elements fill their memory.
     is_dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
     if not (is_dense and parameter.is_floating_point() and has_fused_kernels(parameter)):
         return False
+    # Some versions of torch, 2.11 among them, refuse Adagrad's on GPUs.
     return optimizer_class is not torch.optim.Adagrad or parameter.device.type == "cpu"
 
 
 def _check_arguments(optimizer_class: type[Optimizer], args: dict[str, Any]) -> list[Problem]:
     parameters = inspect.signature(optimizer_class).parameters
-    implied = dict.fromkeys(_implied_arguments(optimizer_class), "follows from the job")
-    reserved = {**implied, **_RESERVED_ARGUMENTS}
+    reserved = {"lr", "warmup_steps", *_implied_arguments(optimizer_class)}
     valid = [key for key in parameters if key != "params" and key not in reserved]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     problems = []
     for key in args:
         path = f"optimizer.args.{key}"
         if key in reserved:
-            problems.append(Problem(path, reserved[key]))
+            rule = "follows from the job: from learning_rate, its warmup, or the workers"
+            problems.append(Problem(path, rule))
         elif key not in valid and not takes_any:
             hint = nearest(key, valid) or f"valid arguments: {', '.join(valid)}"
             rule = f"{optimizer_class.__name__} has no such argument"
@@ -272,25 +260,11 @@ def _check_arguments(optimizer_class: type[Optimizer], args: dict[str, Any]) -> 
     return problems
 
 
-def _check_values(optimizer_class: type[Optimizer], args: dict[str, Any]) -> list[Problem]:
-    message = _rejection(optimizer_class, args)
-    rule = f"{optimizer_class.__name__} rejects it: {message}"
-    return [] if message is None else [Problem("optimizer.args", rule, repr(args))]
-
-
 def _rejection(optimizer_class: Any, args: dict[str, Any]) -> str | None:
-    """Return the class's error for the values of these arguments; None if it accepts them.
-
-    The class is constructed without parameters, which every class rejects, but only after it
-    has checked the values. A real parameter would make torch import its compiler: 3 s that the
-    check of a job must not cost.
-    """
-    messages: list[str | None] = []
-    for given in ({}, args):
-        try:
-            optimizer_class([], lr=_INITIAL_LR, **given, **_implied_arguments(optimizer_class))
-            messages.append(None)
-        except Exception as error:  # noqa: BLE001 - a user's class may raise anything
-            messages.append(str(error) or type(error).__name__)
-    # A class of the user's that requires an argument rejects no arguments for that reason.
-    return None if messages[1] in (messages[0], _NO_PARAMETERS) else messages[1]
+    """Return the class's error for these arguments and no parameters; None if it has none."""
+    # A real parameter would make torch import its compiler: 3 s that a check must not cost.
+    try:
+        optimizer_class([], lr=_INITIAL_LR, **args, **_implied_arguments(optimizer_class))
+    except Exception as error:  # noqa: BLE001 - a user's class may raise anything
+        return str(error) or type(error).__name__
+    return None

@@ -11,16 +11,13 @@ LARS, layer-wise adaptive rate scaling: You, Gitman and Ginsburg 2017 (arXiv 170
     v = m v + r (g + d w)                                                              (3)
     w = w - lr v                                                                       (4)
 
-The ratio multiplies the gradient before the momentum, and the rate multiplies their sum, so
-that a schedule changes all of v at once; You et al. put the rate into (3), which is the same
-while the rate is constant. (3) and (4) are torch's SGD on the adapted gradients r (g + d w),
-and torch computes them. `eps` is an addition, as in timm: it bounds r for a layer whose gradient
-nearly vanishes.
+The rate multiplies the sum in (4), so that a schedule changes all of v at once; You et al. put it
+into (3), which is the same while it is constant. torch's SGD computes (3) and (4). `eps` is an
+addition, as in timm: it bounds r for a layer whose gradient nearly vanishes.
 
-Norms are float32 (float64 for float64). Numbers that are not finite are not hidden: a layer
-whose gradient holds a NaN becomes NaN, by (1). An infinite |g|, also one that overflows float32
-(from about 1e19), gives r = 0: the layer's finite elements do not change and infinite ones
-become NaN. Other layers are not affected.
+Norms are float32 (float64 for float64). A layer whose gradient holds a NaN becomes NaN, by (1). An
+infinite |g|, also one that overflows float32 (from about 1e19), gives r = 0: the layer's finite
+elements do not change and infinite ones become NaN. Other layers are not affected.
 
 RMSprop warm-up: RMSprop at first, momentum SGD later.
 
@@ -38,34 +35,30 @@ RMSprop warm-up: RMSprop at first, momentum SGD later.
       = 1                            afterwards
     b = s (1 - a)                                                                       (5)
 
-`a` is the fraction of SGD. The paper prints the straight part of (4) with twice this slope, so
-that it would pass 1 halfway and drop back to it; its text, and the ELU that it names, agree with
-the form here, which is smooth at c and reaches 1 where the paper says. The paper's v has the
-opposite sign; v is torch's momentum buffer here, so that from a = 1 on this is torch's SGD bit
-for bit.
+`a` is the fraction of SGD. The paper prints the straight part of (4) with twice this slope; its
+text, and the ELU that it names, agree with the form here. The paper's v has the opposite sign; v
+is torch's momentum buffer here, so that from a = 1 on this is torch's SGD bit for bit.
 Source: Akiba, Suzuki and Fukuda, Extremely Large Minibatch SGD, 2017 (arXiv 1711.04325).
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
-from torch.optim.sgd import sgd
 
-from raytrain_opt.optim.batched import BatchedOptimizer
+from raytrain_opt.optim.batched import BatchedOptimizer, descend
 
 
 class LARS(BatchedOptimizer):
     """SGD with momentum in which each layer moves in proportion to the norm of its weights.
 
     A group with `"adapt": False` is updated by torch's SGD with the group's settings: that is
-    how biases and normalization are excluded, see `parameter_groups`. On a GPU all layers of a
-    group are updated by few kernels and no step waits for the device. During a step, that takes
-    memory for twice the weights.
+    how biases and normalization are excluded, see `parameter_groups`. On a GPU few kernels update
+    all layers of a group, no step waits for the device, and takes memory for twice the weights.
 
     Raises ValueError: a value out of its range. RuntimeError: sparse gradients or complex
     parameters.
@@ -88,8 +81,7 @@ class LARS(BatchedOptimizer):
             "trust_coefficient": trust_coefficient,
             "eps": eps,
         }
-        for name, value in settings.items():
-            self._check(name, value)
+        self._check(settings)
         super().__init__(params, {**settings, "adapt": True})
 
     def _update_group(self, group: dict[str, Any], params: list[Any]) -> None:
@@ -97,25 +89,21 @@ class LARS(BatchedOptimizer):
             grads = [p.grad for p in batch]
             buffers = self._buffers("momentum_buffer", batch)
             if not group["adapt"]:
-                _descend(batch, grads, buffers, group, group["weight_decay"])
+                descend(batch, grads, buffers, group, group["weight_decay"])
             elif batch[0].device.type == "cpu":
                 # Layer by layer, by r g with decay r d, while the CPU has it in its caches.
-                for layer in zip(batch, grads, buffers, strict=True):
-                    [param], [grad], buffer = ([tensor] for tensor in layer)
+                for param, grad, buffer in zip(batch, grads, buffers, strict=True):
                     [r] = _trust_ratios([param], [grad], group).tolist()
-                    _descend([param], [grad * r], buffer, group, r * group["weight_decay"])
+                    descend([param], [grad * r], [buffer], group, r * group["weight_decay"])
             else:
-                _descend(batch, _adapted(batch, grads, group), buffers, group)
+                descend(batch, _adapted(batch, grads, group), buffers, group)
 
 
 def _adapted(params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-    """Return r (g + d w) of every layer.
-
-    Each ratio is repeated for all elements of its layer: a product with one device scalar per
-    tensor would launch a kernel per tensor.
-    """
+    """Return r (g + d w) of every layer."""
     ratios = _trust_ratios(params, grads, group)
     adapted = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
+    # A product with one device scalar per tensor would launch a kernel per tensor.
     factors = [r.expand(g.numel()) for r, g in zip(ratios.unbind(), adapted, strict=True)]
     parts = torch.split(torch.cat(factors), [g.numel() for g in adapted])
     same_layout = [
@@ -135,43 +123,6 @@ def _trust_ratios(params: list[Tensor], grads: list[Tensor], group: dict[str, An
     return adapted
 
 
-def _descend(
-    params: list[Tensor],
-    grads: list[Tensor],
-    buffers: list[Tensor],
-    group: dict[str, Any],
-    weight_decay: float = 0.0,
-) -> None:
-    """Compute (3) and (4) with `grads` as r g and `weight_decay` as r d.
-
-    Fused where torch's kernel works, which ignores strides.
-    """
-    strides = [[tensor.stride() for tensor in tensors] for tensors in (params, grads, buffers)]
-    fused = has_fused_kernels(params[0]) and strides[0] == strides[1] == strides[2]
-    sgd(
-        params,
-        grads,
-        cast(list[Tensor | None], buffers),
-        foreach=not fused,
-        fused=fused,
-        weight_decay=weight_decay,
-        momentum=group["momentum"],
-        lr=group["lr"],
-        dampening=0.0,
-        nesterov=False,
-        maximize=False,
-    )
-
-
-def has_fused_kernels(parameter: Tensor) -> bool:
-    """Return whether torch has fused updates for a parameter's device and type.
-
-    On a CPU, those of torch 2.11 leave half-precision parameters as they are.
-    """
-    device = parameter.device.type
-    return device == "cuda" or (device == "cpu" and parameter.dtype.itemsize >= 4)
-
-
 PAPER_SCALE = 3e-4 / 6.4
 _ALPHA, _EPS = 0.99, 1e-8
 
@@ -185,14 +136,11 @@ def sgd_fraction(step: float, center: float, period: float) -> float:
 class RMSpropWarmup(BatchedOptimizer):
     """A mixture of RMSprop and momentum SGD that turns into momentum SGD alone.
 
-    `rmsprop_scale` is the rate of RMSprop divided by the rate of SGD. Because it is a ratio, `lr`,
-    and so every schedule and candidate, controls both parts. The default is the paper's 3e-4
-    divided by its 6.4 (half of 0.1 x 32768 / 256); for another peak rate, start with
-    3e-4 / peak. Center and period are in epochs of `steps_per_epoch` updates; their defaults are
-    the paper's. `weight_decay` is added to the gradient before both parts use it.
-
-    The updates of a group are counted in the state of its first parameter (`step`), so a copy
-    of the state continues the transition at the same point.
+    `rmsprop_scale` is the rate of RMSprop divided by the rate of SGD, so `lr` controls both parts.
+    The default is the paper's 3e-4 divided by its 6.4 (half of 0.1 x 32768 / 256); for another
+    peak rate, start with 3e-4 / peak. Center and period are in epochs of `steps_per_epoch`
+    updates; their defaults are the paper's. The state of a group's first parameter counts its
+    updates (`step`).
 
     Raises ValueError: a value out of its range. RuntimeError: sparse or complex gradients.
     """
@@ -217,8 +165,9 @@ class RMSpropWarmup(BatchedOptimizer):
             "center_epochs": center_epochs,
             "period_epochs": period_epochs,
         }
-        for name, value in settings.items():
-            self._check(name, value, positive=name == "period_epochs")
+        self._check(settings)
+        if not period_epochs:
+            raise ValueError(f"RMSpropWarmup: period_epochs must be above 0, not {period_epochs}")
         for name in ("center", "period"):
             settings[f"{name}_steps"] = settings.pop(f"{name}_epochs") * steps_per_epoch
         super().__init__(params, settings)

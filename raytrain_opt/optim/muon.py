@@ -12,16 +12,14 @@
     X = a X + (b A + c A A) X, A = X X^T   five times (Newton-Schulz)                  (4)
     W = (1 - lr d) W - lr sqrt(max(1, rows / columns)) X                               (5)
 
-(4) moves all singular values of U to about 1: the update moves all directions alike, also those
-in which the gradient is small. A matrix with more rows than columns is transposed for it.
-This is `torch.optim.Muon`, which takes matrices only. Parameters that are not matrices (biases,
-normalization, embeddings) follow a second rule at a fixed part of the rate: torch's SGD with
-momentum, or AdamW; their weight decay is decoupled too.
+(4) moves all singular values of U to about 1. A matrix with more rows than columns is transposed
+for it. This is `torch.optim.Muon`, which takes matrices only. Parameters that are not matrices
+(biases, normalization, embeddings) follow a second rule at a fixed part of the rate: torch's SGD
+with momentum, or AdamW; their weight decay is decoupled too.
 
 Matrices of equal shape are computed together, by few kernels. In a process group each rank
 computes (3) and (4) of a part of the matrices only, and the results are exchanged, as parts of the
-update are in ZeRO (Rajbhandari et al. 2020, stage 1); (1), (2) and (5) are cheap, and every rank
-computes them for all.
+update are in ZeRO (Rajbhandari et al. 2020, stage 1).
 """
 
 from __future__ import annotations
@@ -29,17 +27,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
-from torch.optim.sgd import sgd
 
 from raytrain_opt.config.updates import MUON_AUX_LR_MULTIPLIERS
-from raytrain_opt.optim.batched import BatchedOptimizer, split_evenly
+from raytrain_opt.optim.batched import BatchedOptimizer, descend, split_evenly
 
 # Jordan's, which raise small singular values fastest; they end between 0.7 and 1.2, not at 1.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -63,6 +60,9 @@ class Muon(BatchedOptimizer):
     dimensions. RuntimeError: sparse or complex gradients.
     """
 
+    # A copy has those of the class: torch copies the groups and the state.
+    _aux_lr_multiplier, distributed = 1.0, False
+
     def __init__(
         self,
         params: ParamsT,
@@ -79,8 +79,7 @@ class Muon(BatchedOptimizer):
         settings = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         if aux_lr_multiplier is None:
             aux_lr_multiplier = MUON_AUX_LR_MULTIPLIERS[aux]
-        for name, value in {**settings, "aux_lr_multiplier": aux_lr_multiplier}.items():
-            self._check(name, value)
+        self._check({**settings, "aux_lr_multiplier": aux_lr_multiplier})
         self._aux_lr_multiplier, self.distributed = aux_lr_multiplier, distributed
         defaults = {**settings, "aux": aux, "betas": _BETAS, "use_muon": True}
         super().__init__(params, {**defaults, "lr_multiplier": 1.0})
@@ -98,12 +97,6 @@ class Muon(BatchedOptimizer):
                     f"Muon: a parameter of shape {list(param.shape)} is no matrix; put it into a "
                     'group with "use_muon": False'
                 )
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the state; a copy of the optimizer computes alone."""
-        super().__setstate__(state)
-        self.__dict__.setdefault("_aux_lr_multiplier", 1.0)
-        self.__dict__.setdefault("distributed", False)
 
     def _update_group(self, group: dict[str, Any], params: list[Any]) -> None:
         update = self._update_matrices if group["use_muon"] else self._update_others
@@ -144,18 +137,9 @@ class Muon(BatchedOptimizer):
     def _update_others(self, params: list[Any], group: dict[str, Any]) -> None:
         lr, grads = float(group["lr"]), [p.grad for p in params]
         if group["aux"] == "sgd":
-            sgd(
-                params,
-                grads,
-                cast(list[Tensor | None], self._buffers("momentum_buffer", params)),
-                foreach=True,
-                weight_decay=0.0,
-                momentum=group["momentum"],
-                lr=lr,
-                dampening=0.0,
-                nesterov=group["momentum"] > 0,
-                maximize=False,
-            )
+            buffers = self._buffers("momentum_buffer", params)
+            nesterov = group["momentum"] > 0
+            descend(params, grads, buffers, group, nesterov=nesterov, may_fuse=False)
             return
         adamw(
             params,
@@ -197,10 +181,8 @@ def orthogonalization_flops(shapes: Iterable[torch.Size]) -> int:
 
 
 def split_work(shapes: Sequence[torch.Size], ranks: int) -> list[list[list[int]]]:
-    """Return the batches of matrices, as indices, of each rank, about equal in work.
-
-    The batches are the same for any number of ranks, because a kernel may round by their size.
-    """
+    """Return the batches of matrices, as indices, of each rank, about equal in work."""
+    # The same for any number of ranks, because a kernel may round by their size.
     batches = [
         indices[start : start + _BATCH]
         for indices in _equal_shapes(range(len(shapes)), shapes)

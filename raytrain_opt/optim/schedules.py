@@ -18,19 +18,6 @@ Milestones and e count from the start of training, warm-up included. The module 
 Sources: gradual warm-up, Goyal et al. 2017 (arXiv 1706.02677); cosine, Loshchilov and Hutter,
 SGDR, ICLR 2017; arc-cotangent, Honda, Miwa, Yamazaki et al. 2019 (ResNet-50 in 74.7 s), whose
 printed formula adds a/2 and so contradicts their text and figure: this one agrees with both.
-
-Scaling rules: the learning rate for another global batch size.
-
-    B, lr    reference batch size and its learning rate        B', lr'    the new ones
-
-    linear   lr' = lr B' / B          one update moves as far as B' / B of the earlier ones:
-                                      Goyal et al. 2017 (arXiv 1706.02677)
-    sqrt     lr' = lr sqrt(B' / B)    the variance of an update stays the same:
-                                      Krizhevsky 2014 (arXiv 1404.5997)
-    none     lr' = lr
-
-Both rules hold up to a batch size that depends on the model and the data; for large B' / B,
-start with a warm-up.
 """
 
 from __future__ import annotations
@@ -84,15 +71,14 @@ def warmup_lr(warmup: Warmup, initial: float, step: float, steps: int) -> float:
 
 @dataclass(frozen=True)
 class RelativeSchedule:
-    """Rates relative to the peak: from 0 to 1 in the first `warmup` of the training, then to 0.
+    """Rates relative to the peak: they rise from 0 to 1 in the warm-up, then fall to 0.
 
-    `warmup` is a fraction. The shape `constant`, for schedule-free optimizers, stays at 1. A
-    step takes the value in the middle of its span, so that the rates of a schedule compressed into
-    few steps have the same mean as those of the long one, and none is zero.
+    A step takes the value in the middle of its span, so that the rates of a schedule compressed
+    into few steps have the same mean as those of the long one, and none is zero.
     """
 
-    shape: Literal["linear", "cosine", "constant"]
-    warmup: float
+    shape: Literal["linear", "cosine", "constant"]  # constant: stays at 1
+    warmup: float  # fraction of the training
 
     def at(self, done: float) -> float:
         """Return the rate relative to the peak after the fraction `done` of the training."""
@@ -115,13 +101,20 @@ class RelativeSchedule:
 
     def of_epoch(self, span: EpochSpan) -> tuple[float, ...]:
         """Return the steps of an epoch that covers this part of the training."""
-        return tuple(map(self.at, span.fractions()))
+        length = span.stop - span.start
+        middles = ((i + 0.5) / span.steps for i in range(span.steps))
+        return tuple(self.at((span.start + length * middle) / span.total) for middle in middles)
 
 
 ScalingRule = Literal["linear", "sqrt", "none"]
 
 
 def scale_lr(rule: ScalingRule, lr: float, from_batch_size: int, to_batch_size: int) -> float:
-    """Scale `lr` from one batch size to another."""
+    """Scale `lr` from one batch size to another, by a factor of r or its square root.
+
+    linear: an update moves as far as r of the earlier ones (Goyal et al. 2017, arXiv 1706.02677);
+    sqrt: its variance stays the same (Krizhevsky 2014, arXiv 1404.5997). Both hold up to a batch
+    size that depends on model and data; for a large r, start with a warm-up.
+    """
     ratio = to_batch_size / from_batch_size
     return lr * {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[rule]

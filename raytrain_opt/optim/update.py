@@ -13,10 +13,7 @@ from raytrain_opt.errors import JobError, Problem
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
-    """Set the learning rate of the next update: in each group `lr` times its `lr_multiplier`.
-
-    (torch's ASGD reads the rate at the end of an update: there it counts one update later.)
-    """
+    """Set the learning rate of the next update: in each group `lr` times its `lr_multiplier`."""
     for group in optimizer.param_groups:
         group["lr"] = lr * float(group.get("lr_multiplier", 1.0))
 
@@ -49,10 +46,7 @@ def set_weight_decays(optimizer: Optimizer, weight_decays: Sequence[float]) -> N
 def update_weights(
     optimizer: Optimizer, scaler: torch.amp.GradScaler, clip_norm: float | None
 ) -> None:
-    """Clip the complete gradient to this norm, if any, and take a step.
-
-    Does not wait for the device.
-    """
+    """Clip the complete gradient to this norm, if any, and take a step, without a wait."""
     if clip_norm is not None:
         scaler.unscale_(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]

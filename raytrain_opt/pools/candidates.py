@@ -158,7 +158,7 @@ class CandidateTrainer(LearnerHandler):
 
     def _keep_best(self, plan: TryCandidates, results: Sequence[CandidateResult]) -> None:
         """Keep the last state if it is the best so far, and no other."""
-        best = plan.ranked(results)[0].candidate.index
+        best = plan.best(results).candidate.index
         if plan.keeps_winner and best == self._live_candidate:
             self._kept_states = {best: self.learner.state(copy=True)}
 

@@ -7,10 +7,8 @@ revives it.
     collapsed   the loss or the weights are not finite; or, in an epoch between a tenth and a
                 quarter of them, the training loss is 0.3 % above the first epoch's
 
-Where a training learns anything, however little, its loss is below the first epoch's. Where
-nothing is left to learn, the losses of epochs differ by less than 0.3 %. A collapsed training
-starts from the initial weights, for the epochs that are left. In the second half no training
-starts again.
+A collapsed training starts from the initial weights, for the epochs that are left; in the second
+half none starts again.
 """
 
 from __future__ import annotations
@@ -26,7 +24,8 @@ _LR_FACTOR = 10**-0.5
 _MAX_RESTARTS = 4
 # Losses of the first epoch are those of the warm-up.
 _FEWEST_EPOCHS = 2
-# Binary labels at chance, 400 samples: 0.2 % in one of 12 trainings.
+# Where nothing is left to learn, losses rise by less: by 0.2 % in one of 12 trainings with binary
+# labels at chance.
 _LEAST_RISE = 0.003
 
 

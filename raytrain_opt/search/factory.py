@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+from pydantic import ValidationError
 
 from raytrain_opt.config.batch_size import (
     BatchSizeSection,
@@ -25,7 +26,7 @@ from raytrain_opt.optim.epoch_steps import EpochSteps, Length
 from raytrain_opt.search.batch_size.published import EpochTimeMinimize, GpuUsageMaximize
 from raytrain_opt.search.batch_size.strategy import SizeBounds, Strategy
 from raytrain_opt.search.batch_size.throughput_knee import ThroughputKnee
-from raytrain_opt.search.fixed_schedule import FixedSchedule, RecordedSchedule
+from raytrain_opt.search.fixed_schedule import FixedSchedule, RecordedEpoch, RecordedSchedule
 from raytrain_opt.search.optimizer_race import class_entropy
 from raytrain_opt.search.policy import Policy
 from raytrain_opt.search.stpt import Stpt
@@ -52,19 +53,37 @@ def _replay(
     job: Job, section: ReplayPolicy, length: Length, steps: EpochSteps
 ) -> RecordedSchedule:
     """Read the schedule that a job replays. Raises JobError if it belongs to another one."""
-    schedule = read_schedule(section.schedule)
-    recorded, own = schedule.epochs[-1], job.optimizer
-    decay = "auto" if recorded.auto_weight_decay else "a number, or nothing"
-    for path, then, now, shown in (
-        ("name", recorded.optimizer, str(own.name), recorded.optimizer),
-        ("args.weight_decay", recorded.auto_weight_decay, own.has_auto_weight_decay, decay),
-        ("lr_multipliers", recorded.lr_multipliers, own.group_lr_multipliers, None),
+    schedule, own = read_schedule(section.schedule), job.optimizer
+    recorded = schedule.epochs[-1]
+    kinds = {True: "auto", False: "a number, or nothing"}
+    for path, then, now in (
+        ("name", recorded.optimizer, str(own.name)),
+        (
+            "args.weight_decay",
+            kinds[recorded.auto_weight_decay],
+            kinds[own.has_auto_weight_decay],
+        ),
+        ("lr_multipliers", recorded.lr_multipliers, own.group_lr_multipliers),
     ):
         if then != now:
-            rule = f"was {shown or then} in the run that is replayed; write the same"
+            rule = f"was {then} in the run that is replayed; write the same"
             raise JobError([Problem(f"optimizer.{path}", rule)])
     schedule.check(length.known_epochs, steps)
     return schedule
+
+
+def read_schedule(path: str) -> RecordedSchedule:
+    """Read the schedule.jsonl of an earlier run. Raises JobError if that is impossible."""
+    try:
+        lines = read_file(Path(path).expanduser()).decode().split("\n")[:-1]
+        if epochs := tuple(map(RecordedEpoch.model_validate_json, lines)):
+            return RecordedSchedule(epochs)
+        rule = "is not a schedule.jsonl of a run"
+    except ValidationError:
+        rule = "is not a schedule.jsonl of a run"
+    except (OSError, ValueError) as error:
+        rule = f"cannot be read: {error}"
+    raise JobError([Problem("learning_rate.schedule", rule, repr(path))])
 
 
 def guessing_loss(job: Job, class_counts: Sequence[int]) -> float:
@@ -75,23 +94,12 @@ def guessing_loss(job: Job, class_counts: Sequence[int]) -> float:
     return class_entropy(class_counts, loss.label_smoothing)
 
 
-def read_schedule(path: str) -> RecordedSchedule:
-    """Read the schedule.jsonl of an earlier run. Raises JobError if that is impossible."""
-    try:
-        text = read_file(Path(path).expanduser()).decode()
-    except (OSError, ValueError) as error:
-        problem = Problem("learning_rate.schedule", f"cannot be read: {error}", repr(path))
-        raise JobError([problem]) from error
-    return RecordedSchedule.parse(text, path)
-
-
-_STRATEGIES: dict[type, Callable[[Any, SizeBounds], Strategy]] = {
-    ThroughputKneeSearch: ThroughputKnee,
-    GpuUsageMaximizeSearch: GpuUsageMaximize,
-    EpochTimeMinimizeSearch: EpochTimeMinimize,
-}
-
-
 def build_strategy(section: BatchSizeSection, bounds: SizeBounds) -> Strategy:
     """Build the strategy that the section names, with its settings."""
-    return _STRATEGIES[type(section)](section, bounds)
+    match section:
+        case ThroughputKneeSearch():
+            return ThroughputKnee(section, bounds)
+        case GpuUsageMaximizeSearch():
+            return GpuUsageMaximize(section, bounds)
+        case EpochTimeMinimizeSearch():
+            return EpochTimeMinimize(section, bounds)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from raytrain_opt.config.learning_rate import SchedulePolicy
 from raytrain_opt.errors import JobError, Problem
@@ -20,9 +20,7 @@ from raytrain_opt.search.policy import History, Policy, StartAgain, TrainEpoch
 class FixedSchedule(Policy):
     """Train at the rates of a schedule; an epoch of fewer steps covers it in larger strides.
 
-    Shape plateau multiplies them by `gamma` each time the losses have stopped falling: after more
-    than `patience` epochs in a row without a new lowest one, as torch's ReduceLROnPlateau does
-    with a threshold of 0.
+    Shape plateau drops them as torch's ReduceLROnPlateau does with a threshold of 0.
     """
 
     section: SchedulePolicy
@@ -90,19 +88,6 @@ class RecordedSchedule(Policy):
 
     epochs: tuple[RecordedEpoch, ...]
 
-    @classmethod
-    def parse(cls, text: str, source: str) -> RecordedSchedule:
-        """Parse a schedule.jsonl read from `source`. Raises JobError if it is none of a run."""
-        lines = text.split("\n")[:-1]
-        rule = f"{source} is not a schedule.jsonl of a run"
-        if not lines:
-            raise JobError([Problem("learning_rate.schedule", rule)])
-        try:
-            return cls(tuple(map(RecordedEpoch.model_validate_json, lines)))
-        except ValidationError as error:
-            rule += f" ({error.errors(include_url=False)[0]['msg']})"
-            raise JobError([Problem("learning_rate.schedule", rule)]) from error
-
     def check(self, epochs: int, steps: EpochSteps) -> None:
         """Raise JobError if a job of this length has other steps per epoch."""
         recorded = [epoch.steps.end for epoch in self.epochs]
@@ -110,8 +95,7 @@ class RecordedSchedule(Policy):
             rule = (
                 f"the schedule is for {len(recorded)} epochs of {min(recorded)} to "
                 f"{max(recorded)} steps, this job has {epochs} of {steps.first}; use the same "
-                "data, global_batch_size, batch_ramp and epochs (and, for a run of policy stpt, "
-                "data.validation_fraction: 0.1, its default)"
+                "data, validation_fraction, global_batch_size, batch_ramp and epochs"
             )
             raise JobError([Problem("learning_rate.schedule", rule)])
 

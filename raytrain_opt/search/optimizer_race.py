@@ -9,12 +9,8 @@ Each optimizer has a search of its own (see `peak_search`), with candidates of e
     then  the first of the list, or the other one if its fine candidate is better, with its peak;
           if no candidate has learned anything, the first at its usual rate (see below)
 
-Schedules of the fine stage put optimizers in the order of full trainings where those do not
-overfit (`benchmarks/RESULTS.md`); differences after the coarse stage are small, so the first of
-the list, which is the preferred one, is not excluded by them. An optimizer whose candidates all
-diverge leaves the race.
-
-Whether candidates have learned enough for a decision.
+Differences after the coarse stage are small, so the first of the list, which is the preferred one,
+is not excluded by them. An optimizer whose candidates all diverge leaves the race.
 
     U   validation loss of the candidate that hardly trained (the highest, of several optimizers);
         of several optimizers of a classifier, at most the loss of a guess by class frequency
@@ -35,11 +31,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from raytrain_opt.errors import DivergedError
-from raytrain_opt.search.peak_search import TOLERANCE, PeakRequest, PeakSearch
-from raytrain_opt.search.policy import CandidateResult, shown_failure
+from raytrain_opt.search.peak_search import TOLERANCE, PeakChoice, PeakRequest, PeakSearch
+from raytrain_opt.search.policy import CandidateResult, all_diverged
 
 _ERRORS, _LEAST_FALL = 3.0, 0.01
 # Optimizers that get a fine stage, the first of the list among them.
@@ -54,27 +49,12 @@ _FEW_FLOPS = 5e12
 
 
 @dataclass(frozen=True)
-class PeakChoice:
-    """The optimizer and the peak to train with, and the result of the candidate nearest to it."""
-
-    optimizer: int
-    lr: float
-    result: CandidateResult
-    untrained_loss: float
-    reason: str
-    is_decided: bool = True  # by the candidates; else it is the usual rate
-
-
-@dataclass(frozen=True)
 class OptimizerRace:
-    """The searches of all optimizers, in the job's order, within one budget of steps.
-
-    `guessing_loss`: of a guess by the classes' frequencies.
-    """
+    """The searches of all optimizers, in the job's order, within one budget of steps."""
 
     names: tuple[str, ...]
     searches: tuple[PeakSearch, ...]
-    guessing_loss: float = math.inf
+    guessing_loss: float = math.inf  # of a guess by the classes' frequencies
 
     def run(self) -> Generator[PeakRequest, Sequence[CandidateResult], PeakChoice]:
         """Yield candidates to train, and return the choice. Raises DivergedError."""
@@ -82,23 +62,18 @@ class OptimizerRace:
         for search in self.searches:
             if (yield from search.coarse()):
                 left.append(search)
-        left.sort(key=lambda search: (search.optimizer > 0, search.loss))
+        left.sort(key=lambda search: (search.optimizer > 0, search.best.val_loss))
         finalists = list[PeakSearch]()
         while left and len(finalists) < _FINALISTS:
             search, against, limit = left.pop(0), "", math.inf
             if finalists:
-                against, first_loss = self.names[finalists[0].optimizer], finalists[0].loss
-                limit = first_loss + TOLERANCE * abs(first_loss)
+                against, loss = self.names[finalists[0].optimizer], finalists[0].best.val_loss
+                limit = loss + TOLERANCE * abs(loss)
             if (yield from search.fine(against, limit)):
                 finalists.append(search)
         if not finalists:
             tried = [result for search in self.searches for result in search.tried]
-            rates = ", ".join(f"{lr:.3g}" for lr in sorted({r.candidate.lr for r in tried}))
-            raise DivergedError(
-                "epoch 1: the loss of every candidate was not finite, at each of these peak "
-                f"learning rates: {rates}. Likely causes: data or a loss that is not finite, or a "
-                f"learning_rate.initial far too large.{shown_failure(tried)}"
-            )
+            raise all_diverged(1, sorted({result.candidate.lr for result in tried}), tried)
         untrained = max(search.untrained_loss for search in (*finalists, *left))
         return self._choose(finalists, untrained)
 
@@ -108,9 +83,8 @@ class OptimizerRace:
         if len(self.names) > 1:
             untrained = min(untrained, self.guessing_loss)
         if has_learned(chosen.best, untrained):
-            lr, result, reason = chosen.peak()
-            reason = self._compared(chosen, finalists) + reason
-            return PeakChoice(chosen.optimizer, lr, result, chosen.untrained_loss, reason)
+            choice = chosen.peak()
+            return replace(choice, reason=self._compared(chosen, finalists) + choice.reason)
         best = min((search.best for search in finalists), key=lambda result: result.val_loss)
         is_guess = untrained == self.guessing_loss
         kind = "of a guess by class" if is_guess else "of a network that hardly trained"
@@ -127,14 +101,12 @@ class OptimizerRace:
         """Say how the chosen optimizer compares with the other finalist, if there is one."""
         if len(finalists) == 1:
             return ""
-        bests = [search.best for search in finalists]
-        shown = zip((self.names[search.optimizer] for search in finalists), bests, strict=True)
-        listed = ", ".join(f"{name} {best.val_loss:.3f}" for name, best in shown)
-        error = max(best.val_loss_error for best in bests)
-        listed += f"; standard error {error:.2g}" if error else ""
-        is_lowest = chosen.loss == min(best.val_loss for best in bests)
+        bests = {self.names[search.optimizer]: search.best for search in finalists}
+        listed = ", ".join(f"{name} {best.val_loss:.3f}" for name, best in bests.items())
+        error = max(best.val_loss_error for best in bests.values())
+        is_lowest = chosen.best.val_loss == min(best.val_loss for best in bests.values())
         how = "has the lowest loss" if is_lowest else "stays: none is better by more than noise"
-        return f"{self.names[chosen.optimizer]} {how} ({listed}); "
+        return f"{self.names[chosen.optimizer]} {how} ({listed}; standard error {error:.2g}); "
 
 
 def class_entropy(class_counts: Sequence[int], label_smoothing: float = 0.0) -> float:

@@ -6,18 +6,15 @@ All candidates train a full schedule, compressed into few steps, from the initia
              rates, so the largest rate that is hardly worse than the best gives the decade.
     fine     around that decade, two rates to a decade, in four times as many steps.
 
-A stage is extended beyond an edge when its best rate is at the edge. So candidates race: only the
-neighborhood of the best decade gets the longer schedule. Rates are points of one lattice: the
-initial rate decides where the search begins, not where it ends.
+A stage is extended beyond an edge when its best rate is at the edge. Rates are points of one
+lattice: the initial rate decides where the search begins, not where it ends.
 
-The peak is the weighted mean of all rates that reduce the loss: the mean of the fine candidates'
-log rates, weighted by a power of their gain. The gain is how much lower their loss is than at a
-rate a decade below in few steps, which hardly trains. The best single candidate is a worse
-choice: trainings of one rate on other batches differ by more than trainings of neighboring rates,
-and the mean averages that out. A candidate that diverged has no gain, so it needs no rule of its
-own. The policy makes the peak smaller for some networks (`peak_factor`). Short candidates bear
-rates that a training does not, so the optimizer's usual rate, if it is lower, counts as some more
-of their steps.
+The peak is the mean of the fine candidates' log rates, weighted by a power of their gain: how much
+lower their loss is than at a rate a decade below in few steps, which hardly trains. The best
+single candidate is a worse choice: trainings of one rate on other batches differ by more than
+trainings of neighboring rates, and the mean averages that out. The policy makes the peak smaller
+for some networks (`peak_factor`). Short candidates bear rates that a training does not, so the
+optimizer's usual rate, if it is lower, counts as some more of their steps.
 
 A search is a generator: it yields requests and is sent their results. So the search of a run is
 repeated from the recorded results whenever the policy has to decide.
@@ -31,6 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from raytrain_opt.search.policy import CandidateResult
 
@@ -46,7 +44,6 @@ _FIRST_OFFSETS = (-1, 0, 1)
 TOLERANCE = 0.02
 # The weight of a fine candidate is this power of its gain.
 _GAIN_POWER = 4
-
 # A usual rate below the peak counts as this many steps of a candidate, in the mean of the
 # logarithms.
 _USUAL_STEPS = 8
@@ -79,37 +76,43 @@ class PeakRequest:
     reason: str
 
 
+@dataclass(frozen=True)
+class PeakChoice:
+    """The optimizer and the peak to train with, and the result of the candidate nearest to it."""
+
+    optimizer: int
+    lr: float
+    result: CandidateResult
+    untrained_loss: float
+    reason: str
+    is_decided: bool = True  # by the candidates; else it is the usual rate
+
+
 # Of a stage: whether a candidate has trained.
 _Requests = Generator[PeakRequest, Sequence[CandidateResult], bool]
 
 
-@dataclass(frozen=True)
-class CandidateSteps:
+class CandidateSteps(NamedTuple):
     """The steps of a candidate's schedule in each stage."""
 
     coarse: int
     fine: int
 
-    @classmethod
-    def within(cls, budget_steps: float, epoch_steps: int, optimizers: int) -> CandidateSteps:
-        """Divide a budget, the steps that all candidates may have together.
 
-        `epoch_steps`: steps of the first epoch. Of several `optimizers`, all have a coarse stage,
-        and two a fine one. The initial rate must not change the length of the fine candidates, so
-        what extensions would cost is set aside, used or not.
-        """
-        coarse_count = _COARSE_CANDIDATES + (optimizers - 1) * len(_FIRST_OFFSETS)
-        fine_count = _FINE_CANDIDATES + (len(_FIRST_OFFSETS) if optimizers > 1 else 0)
-        longest = min(max(_FINE_STEPS, _HORIZON * epoch_steps), epoch_steps)
-        affordable = budget_steps / (_COARSE_FRACTION * coarse_count + fine_count)
-        coarse = max(_MIN_STEPS, int(_COARSE_FRACTION * min(longest, affordable)))
-        left = budget_steps - coarse_count * coarse
-        return cls(coarse, int(min(longest, left / fine_count)))
+def divide_budget(budget_steps: float, epoch_steps: int, optimizers: int) -> CandidateSteps | None:
+    """Divide the steps that all candidates may have together; None if they tell nothing apart.
 
-    @property
-    def are_enough(self) -> bool:
-        """Whether candidates have enough steps to tell them apart."""
-        return self.fine >= self.coarse
+    `epoch_steps`: steps of the first epoch. Of several `optimizers`, all have a coarse stage, and
+    two a fine one. The initial rate must not change the length of the fine candidates, so what
+    extensions would cost is set aside, used or not.
+    """
+    coarse_count = _COARSE_CANDIDATES + (optimizers - 1) * len(_FIRST_OFFSETS)
+    fine_count = _FINE_CANDIDATES + (len(_FIRST_OFFSETS) if optimizers > 1 else 0)
+    longest = min(max(_FINE_STEPS, _HORIZON * epoch_steps), epoch_steps)
+    affordable = budget_steps / (_COARSE_FRACTION * coarse_count + fine_count)
+    coarse = max(_MIN_STEPS, int(_COARSE_FRACTION * min(longest, affordable)))
+    fine = int(min(longest, (budget_steps - coarse_count * coarse) / fine_count))
+    return CandidateSteps(coarse, fine) if fine >= coarse else None
 
 
 @dataclass
@@ -121,12 +124,16 @@ class Budget:
 
 @dataclass
 class _Stage:
-    """The candidates of one length, by point; `failed`: those that diverged."""
+    """The candidates of one length, by point."""
 
     name: str
     steps: int
-    alive: dict[int, CandidateResult] = field(default_factory=dict)
-    failed: set[int] = field(default_factory=set)
+    results: dict[int, CandidateResult] = field(default_factory=dict)
+
+    @property
+    def alive(self) -> dict[int, CandidateResult]:
+        """Those that did not diverge."""
+        return {point: r for point, r in self.results.items() if r.status == "ok"}
 
     @property
     def lowest_loss(self) -> float:
@@ -137,20 +144,20 @@ class _Stage:
 
         Of losses of zero, which say no more of larger rates, it is the smallest point.
         """
-        if self.lowest_loss == 0:
-            return min(point for point, result in self.alive.items() if result.val_loss == 0)
-        limit = self.lowest_loss + tolerance * abs(self.lowest_loss)
-        return max(point for point, result in self.alive.items() if result.val_loss <= limit)
+        lowest = self.lowest_loss
+        limit = lowest + tolerance * abs(lowest)
+        points = [point for point, result in self.alive.items() if result.val_loss <= limit]
+        return max(points) if lowest else min(points)
 
     def beyond_edge(self) -> int | None:
         """Return the point past the edge where the best is; below all points if all diverged."""
-        tried, spacing = self.failed.union(self.alive), _SPACING[self.name]
+        spacing = _SPACING[self.name]
         if not self.alive:
-            return min(tried) - spacing
+            return min(self.results) - spacing
         center = self.largest(TOLERANCE if self.name == COARSE else 0.0)
-        if center == max(tried):
+        if center == max(self.results):
             return center + spacing
-        return center - spacing if center == min(tried) else None
+        return center - spacing if center == min(self.results) else None
 
 
 @dataclass
@@ -169,21 +176,13 @@ class PeakSearch:
         self.tried: list[CandidateResult] = []
 
     @property
-    def loss(self) -> float:
-        """The lowest loss of the last stage."""
-        return self._last.lowest_loss
-
-    @property
     def best(self) -> CandidateResult:
         """The best candidate of the last stage."""
         return min(self._last.alive.values(), key=lambda result: result.val_loss)
 
     @property
     def untrained_loss(self) -> float:
-        """The loss of a rate a decade below the best coarse one, which hardly trains.
-
-        A search that began some decades away has tried this rate, too.
-        """
+        """The loss of a rate a decade below the best coarse one, which hardly trains."""
         decade = self._coarse.largest(TOLERANCE)
         below = max((p for p in self._coarse.alive if p < decade), default=decade)
         return self._coarse.alive[below].val_loss
@@ -222,11 +221,7 @@ class PeakSearch:
             request = PeakRequest(self.optimizer, stage.name, points, stage.steps, reason)
             results = yield request
             self.tried += results
-            for point, result in zip(points, results, strict=True):
-                if result.status == "ok":
-                    stage.alive[point] = result
-                else:
-                    stage.failed.add(point)
+            stage.results |= zip(points, results, strict=True)
             self.budget.left -= len(points) * stage.steps
             beyond = stage.beyond_edge()
             if beyond is None or (stage.alive and not self._may_extend(beyond, limit)):
@@ -237,29 +232,26 @@ class PeakSearch:
 
     def _may_extend(self, point: int, limit: float) -> bool:
         """Return whether a point is affordable and did not diverge in the coarse stage."""
-        stage = self._last
-        candidates = 1 + (_FINE_CANDIDATES if stage is self._coarse else 0)
+        stage, coarse = self._last, self._coarse
+        candidates = 1 + (_FINE_CANDIDATES if stage is coarse else 0)
         is_affordable = candidates * stage.steps <= self.budget.left
-        return is_affordable and point not in self._coarse.failed and self.loss <= limit
+        has_diverged = point in coarse.results and point not in coarse.alive
+        return is_affordable and not has_diverged and stage.lowest_loss <= limit
 
-    def peak(self) -> tuple[float, CandidateResult, str]:
-        """Return the peak, the result of the candidate nearest to it, and how it was found.
-
-        It is `peak_factor` times the weighted mean of the rates, drawn down to the usual one.
-        """
+    def peak(self) -> PeakChoice:
+        """Choose `peak_factor` times the weighted mean of the rates, drawn down to the usual."""
         stage, best = self._last, self._last.largest(0.0)
         gains = {p: max(0.0, self.untrained_loss - r.val_loss) for p, r in stage.alive.items()}
         highest = gains[best]
-        if highest > 0:
+        weights = {best: 1.0}
+        if highest:
             weights = {point: (gain / highest) ** _GAIN_POWER for point, gain in gains.items()}
-            center = math.fsum(p * w for p, w in weights.items()) / math.fsum(weights.values())
-            gaining = [point_to_lr(p) for p, gain in gains.items() if 2 * gain >= highest]
-            reason = (
-                f"weighted mean of the rates that reduce the loss, {min(gaining):.3g} to "
-                f"{max(gaining):.3g} (best {point_to_lr(best):.3g})"
-            )
-        else:
-            center, reason = float(best), f"best rate {point_to_lr(best):.3g}, without any gain"
+        center = math.fsum(p * w for p, w in weights.items()) / math.fsum(weights.values())
+        gaining = [point_to_lr(p) for p, gain in gains.items() if 2 * gain >= highest]
+        reason = (
+            f"weighted mean of the rates that reduce the loss, {min(gaining):.3g} to "
+            f"{max(gaining):.3g} (best {point_to_lr(best):.3g})"
+        )
         if self.peak_factor != 1:
             center += _PER_DECADE * math.log10(self.peak_factor)
             reason = f"{self.peak_factor:g} x the {reason}"
@@ -267,8 +259,10 @@ class PeakSearch:
         if usual < center:
             center += (usual - center) * _USUAL_STEPS / (_USUAL_STEPS + stage.steps)
             reason += f", drawn down to the usual rate {self.usual_lr:g}"
-        nearest = min(stage.alive, key=lambda point: abs(point - center))
-        return point_to_lr(center), stage.alive[nearest], f"{reason}, in {stage.steps} steps"
+        nearest = stage.alive[min(stage.alive, key=lambda point: abs(point - center))]
+        reason += f", in {stage.steps} steps"
+        lr = point_to_lr(center)
+        return PeakChoice(self.optimizer, lr, nearest, self.untrained_loss, reason)
 
 
 def _around(point: int, stage: str) -> tuple[int, ...]:

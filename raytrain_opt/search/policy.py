@@ -1,9 +1,7 @@
 """Protocol and values of learning-rate policies: results in, a decision with its reason out.
 
-Policies are pure. `next` returns what an epoch does next: try candidates, start again from the
-initial weights, or train the rest of the epoch. `decide` picks a winner among the candidates of
-one round. All that either may depend on is in `History`, so a run can be resumed from a checkpoint
-of it.
+Policies are pure: all that they may depend on is in `History`, so a run can be resumed from a
+checkpoint of it.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol
 
+from raytrain_opt.errors import DivergedError
 from raytrain_opt.optim.epoch_steps import EpochSpan
 from raytrain_opt.results import EvalTotals, Metric, Steps, TrainTotals
 
@@ -24,17 +23,13 @@ NOT_DECIDED = "not decided: "
 
 @dataclass(frozen=True)
 class Candidate:
-    """One learning rate in a round: `lr` is the base rate times `multiplier`.
-
-    The optimizer's weight decay is multiplied by `weight_decay_factor`. `optimizer`: its position
-    among those of the job.
-    """
+    """One learning rate in a round: `lr` is the base rate times `multiplier`."""
 
     index: int
     multiplier: float
     lr: float
-    weight_decay_factor: float = 1.0
-    optimizer: int = 0
+    weight_decay_factor: float = 1.0  # of the optimizer's weight decay
+    optimizer: int = 0  # its position among those of the job
 
     def steps(self, action: TryCandidates) -> Steps:
         """Return the steps of its pre-training."""
@@ -74,14 +69,14 @@ class TryCandidates:
             return -result.val_loss
         return result.metric.score(result.val_metric)
 
-    def ranked(self, results: Sequence[CandidateResult]) -> list[CandidateResult]:
-        """Return the results, best first; on a tie, the multiplier closest to 1.0 first."""
+    def best(self, results: Sequence[CandidateResult]) -> CandidateResult:
+        """Return the best result; on a tie, that of the multiplier closest to 1.0."""
 
         def key(result: CandidateResult) -> tuple[float, float, int]:
             candidate = result.candidate
-            return -self.score_of(result), abs(candidate.multiplier - 1), candidate.index
+            return self.score_of(result), -abs(candidate.multiplier - 1), -candidate.index
 
-        return sorted(results, key=key)
+        return max(results, key=key)
 
 
 @dataclass(frozen=True)
@@ -162,13 +157,10 @@ class Decision:
 
 
 class EpochLosses(NamedTuple):
-    """What an epoch tells the policy: its training loss, or the negative score of a plateau.
+    """What an epoch tells the policy."""
 
-    `validation`: after the epoch, where it scores.
-    """
-
-    training: float
-    validation: float | None = None
+    training: float  # mean loss, or the negative score that a plateau follows
+    validation: float | None = None  # after the epoch, where it scores
 
 
 @dataclass(frozen=True)
@@ -176,8 +168,7 @@ class History:
     """Everything a policy may depend on."""
 
     decisions: tuple[Decision, ...] = ()
-    # Of each finished epoch: mean training loss, or the negative score that a plateau follows.
-    epoch_losses: tuple[float, ...] = ()
+    epoch_losses: tuple[float, ...] = ()  # the `training` loss of each finished epoch
     validation_losses: tuple[tuple[int, float], ...] = ()  # epochs that score, and their losses
     restarts: tuple[int, ...] = ()  # epochs that began from the initial weights
     plans: tuple[EpochSpan, ...] = ()  # of `train_for`, before each epoch and after each round
@@ -215,8 +206,8 @@ class History:
 
     def is_decided(self, epoch: int) -> bool:
         """Return whether the last round of this epoch has a winner."""
-        rounds = self.rounds_of(epoch)
-        return bool(rounds) and rounds[-1].winner is not None
+        last = self.latest
+        return last is not None and last.epoch == epoch and last.winner is not None
 
 
 class Policy(Protocol):
@@ -242,10 +233,17 @@ class Policy(Protocol):
         raise ValueError(f"epoch {action.epoch}: this policy has no candidates")
 
 
-def shown_failure(results: Iterable[CandidateResult]) -> str:
-    """Return a sentence with the last exception of these candidates; empty if none raised."""
-    failures = [result.failure for result in results if result.failure]
-    return f" The last exception: {failures[-1]}" if failures else ""
+def all_diverged(
+    epoch: int, rates: Iterable[float], tried: Iterable[CandidateResult]
+) -> DivergedError:
+    """Return the error of an epoch none of whose candidates had a finite loss."""
+    failures = [result.failure for result in tried if result.failure]
+    failure = f" The last exception: {failures[-1]}" if failures else ""
+    return DivergedError(
+        f"epoch {epoch}: the loss of every candidate was not finite, at each of these learning "
+        f"rates: {', '.join(f'{lr:.3g}' for lr in rates)}. Likely causes: data or a loss that is "
+        f"not finite, or a learning_rate.initial far too large.{failure}"
+    )
 
 
 def is_finite(*values: float) -> bool:

@@ -4,13 +4,10 @@ Source: Yamada et al. (Kobe University), adaptive learning rate by short-term pr
 in data-parallel deep learning, algorithm 1, tables 1 to 4. Where the paper leaves a case open, a
 comment says what this implementation does.
 
-| paper        | here                                                              |
-|--------------|-------------------------------------------------------------------|
-| m            | number of candidates                                              |
-| alpha, beta  | `alpha_steps`, `steps - alpha_steps`                              |
-| LR candidate | multiplier; effective LR = base LR x multiplier                   |
-| best LR      | `Decision.winner.candidate.lr`; the next epoch's base LR          |
-| Mix          | warm-up, then narrow, middle, wide at scaled epoch boundaries     |
+    m, alpha, beta   candidates, `alpha_steps`, `steps - alpha_steps`
+    LR candidate     multiplier; effective LR = base LR x multiplier
+    best LR          `Decision.winner.candidate.lr`; the next epoch's base LR
+    Mix              warm-up, then narrow, middle, wide at scaled epoch boundaries
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raytrain_opt.config.learning_rate import LR_SETS, StptPolicy, Warmup
-from raytrain_opt.errors import DivergedError, JobError, Problem
+from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.optim.epoch_steps import EpochSteps
 from raytrain_opt.optim.schedules import warmup_lr
 from raytrain_opt.results import Steps
@@ -31,14 +28,14 @@ from raytrain_opt.search.policy import (
     Policy,
     TrainEpoch,
     TryCandidates,
+    all_diverged,
     is_finite,
-    shown_failure,
 )
 
 # How often a round is repeated at half the rate if all its candidates diverge.
 _MAX_HALVINGS = 5
-# Table 4 of the paper, for 40 epochs: last epoch of the warm-up, of narrow and of middle.
-_MIX_EPOCHS, _MIX_WARMUP, _MIX_NARROW, _MIX_MIDDLE = 40, 4, 19, 29
+# Table 4 of the paper, for 40 epochs: last epoch of the warm-up, and of narrow and middle.
+_MIX_EPOCHS, _MIX_WARMUP, _MIX_ENDS = 40, 4, (19, 29)
 
 
 @dataclass(frozen=True)
@@ -78,17 +75,12 @@ class Stpt(Policy):
     def multipliers(self, epoch: int) -> tuple[float, ...]:
         """Return the multipliers of `epoch`, counted from 1."""
         own = self.section.candidates
-        return tuple(own) if isinstance(own, list) else LR_SETS[self._set_name(epoch)]
-
-    def _set_name(self, epoch: int) -> str:
-        name = str(self.section.candidates)
-        if name != "mix":
-            return name
-        if epoch <= round(_MIX_NARROW * self.epochs / _MIX_EPOCHS):
-            return "narrow"
-        if epoch <= round(_MIX_MIDDLE * self.epochs / _MIX_EPOCHS):
-            return "middle"
-        return "wide"
+        if isinstance(own, list):
+            return tuple(own)
+        if own != "mix":
+            return LR_SETS[own]
+        ends = (round(last * self.epochs / _MIX_EPOCHS) for last in _MIX_ENDS)
+        return LR_SETS[("narrow", "middle", "wide")[sum(epoch > end for end in ends)]]
 
     def next(self, epoch: int, history: History) -> TryCandidates | TrainEpoch:
         """Begin epochs after the warm-up with a round. Raises DivergedError after all halvings."""
@@ -108,14 +100,9 @@ class Stpt(Policy):
         )
         alpha = self.alpha_steps(epoch)
         reason = f"pre-train {len(candidates)} candidates for {alpha} iterations"
+        shape = (1.0,) * alpha
         return TryCandidates(
-            epoch,
-            base_lr,
-            reason,
-            candidates,
-            (1.0,) * alpha,
-            score="val_metric",
-            keeps_winner=True,
+            epoch, base_lr, reason, candidates, shape, "val_metric", keeps_winner=True
         )
 
     def _train_without_search(self, epoch: int) -> TrainEpoch:
@@ -134,28 +121,21 @@ class Stpt(Policy):
     def _raise_if_all_diverged(self, epoch: int, history: History) -> None:
         failed = [decision for decision in history.rounds_of(epoch) if decision.winner is None]
         if len(failed) > _MAX_HALVINGS:
-            base_lrs = ", ".join(f"{decision.base_lr:.4g}" for decision in failed)
-            raise DivergedError(
-                f"epoch {epoch}: the loss of every candidate was not finite at each of these "
-                f"base learning rates: {base_lrs} (times the multipliers). Likely causes: data or "
-                "a loss that is not finite, or a learning_rate.initial far too large."
-                f"{shown_failure(result for d in failed for result in d.tried)}"
-            )
+            tried = [result for decision in failed for result in decision.tried]
+            raise all_diverged(epoch, (decision.base_lr for decision in failed), tried)
 
     def decide(
         self, action: TryCandidates, results: Sequence[CandidateResult], history: History
     ) -> Decision:
-        """Choose the highest score; break ties by the multiplier closest to 1.0.
-
-        A candidate whose loss is not finite scores minus infinity. When all do, there is no
-        winner and the next base rate is half of this one; the paper leaves this case open.
-        """
+        """Choose the highest score; break ties by the multiplier closest to 1.0."""
+        # A loss that is not finite scores minus infinity. The paper does not say what follows if
+        # all do.
         scores = tuple(map(action.score_of, results))
         if not any(is_finite(score) for score in scores):
             reason = f"all {len(results)} candidates diverged: base rate halved"
             lr, tried = action.base_lr, tuple(results)
             return Decision(action.epoch, lr, scores, None, lr / 2, reason, tried=tried)
-        winner, tied = action.ranked(results)[0], scores.count(max(scores))
+        winner, tied = action.best(results), scores.count(max(scores))
         reason = f"best validation {winner.metric.name} of {len(results)}"
         if tied > 1:
             reason += f"; {tied} tied, multiplier closest to 1.0 taken"

@@ -23,15 +23,16 @@ from dataclasses import dataclass, replace
 from raytrain_opt.config.learning_rate import FINE_TUNING_LR, HorizonPolicy
 from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.errors import DivergedError
-from raytrain_opt.optim.epoch_steps import EpochSteps, Length
+from raytrain_opt.optim.epoch_steps import EpochSpan, EpochSteps, Length
 from raytrain_opt.optim.schedules import RelativeSchedule
 from raytrain_opt.search.collapse import Attempt, last_restart, latest_attempt
-from raytrain_opt.search.optimizer_race import OptimizerRace, PeakChoice
+from raytrain_opt.search.optimizer_race import OptimizerRace
 from raytrain_opt.search.peak_search import (
     Budget,
-    CandidateSteps,
+    PeakChoice,
     PeakRequest,
     PeakSearch,
+    divide_budget,
     point_to_lr,
 )
 from raytrain_opt.search.policy import (
@@ -65,17 +66,12 @@ _USUAL_COST, _DECISIVE_STEPS, _SMALL_SEARCH_FLOPS = 0.2, 300, 1e14
 
 @dataclass(frozen=True)
 class TaskFacts:
-    """What a search needs to know of data and network.
+    """What a search needs to know of data and network."""
 
-    `channel_norm`: the network has BatchNorm, GroupNorm or InstanceNorm; `validation_size`:
-    samples of the validation split; `step_flops`: operations of an update; `guessing_loss`: see
-    `optimizer_race`.
-    """
-
-    channel_norm: bool = True
+    channel_norm: bool = True  # the network has BatchNorm, GroupNorm or InstanceNorm
     validation_size: int = 0
-    step_flops: float = math.inf
-    guessing_loss: float = math.inf
+    step_flops: float = math.inf  # operations of an update
+    guessing_loss: float = math.inf  # see `optimizer_race`
 
 
 NO_FACTS = TaskFacts()
@@ -108,13 +104,10 @@ class HorizonStpt(Policy):
         return last_restart(self.length.known_epochs)
 
     def budget(self, history: History) -> float:
-        """Return the updates of all candidates; auto lets the search of a small training decide.
-
-        The search of a training for a time is a part of it.
-        """
+        """Return the updates of all candidates; auto lets a small training's search decide."""
         cost, steps = self.section.max_search_cost, self._updates(history)
         fraction = _USUAL_COST if cost == "auto" else cost
-        if not self.length.known_epochs:
+        if not self.length.known_epochs:  # the search is a part of the time
             return steps * fraction / (1 + fraction)
         if cost != "auto":
             return fraction * steps
@@ -126,16 +119,13 @@ class HorizonStpt(Policy):
         return self.length.planned_steps(self.steps, history.plans)
 
     def _race(self, history: History) -> OptimizerRace | None:
-        """Return the search before epoch 1: of the first optimizer only, if too short for all.
-
-        None if it is too short for one.
-        """
-        budget = self.budget(history)
-        for optimizers in (self.optimizers, self.optimizers[:1]):
-            steps = CandidateSteps.within(budget, self.steps.search, len(optimizers))
-            if steps.are_enough:
-                break
-        else:
+        """Return the search before epoch 1: of the first optimizer if short; none if too short."""
+        budget, optimizers = self.budget(history), self.optimizers
+        steps = divide_budget(budget, self.steps.search, len(optimizers))
+        if steps is None:
+            optimizers = optimizers[:1]
+            steps = divide_budget(budget, self.steps.search, 1)
+        if steps is None:
             return None
         left, factor = Budget(budget), 1.0 if self.facts.channel_norm else _WITHOUT_CHANNEL_NORM
         searches = (
@@ -145,11 +135,24 @@ class HorizonStpt(Policy):
         names = (str(optimizer.name) for optimizer in optimizers)
         return OptimizerRace(tuple(names), tuple(searches), self.facts.guessing_loss)
 
-    def _initial(self, optimizer: int) -> float:
-        """Return the rate at which the search starts, and which trains if it cannot decide.
+    def _following(self, history: History) -> PeakRequest | PeakChoice | None:
+        """Return what follows these rounds; None without a search. Raises DivergedError."""
+        race = self._race(history)
+        if race is None:
+            return None
+        search = race.run()
+        try:
+            request = next(search)
+            for decision in history.decisions:
+                request = search.send(decision.tried)
+            return request
+        except StopIteration as end:
+            choice: PeakChoice = end.value
+            return choice
 
-        The job gives it for SGD where there are several; so is the default.
-        """
+    def _initial(self, optimizer: int) -> float:
+        """Return the rate at which the search starts, and which trains if it cannot decide."""
+        # The job gives it for SGD where there are several; so is the default.
         initial = self.section.initial
         if len(self.optimizers) == 1 and initial not in (_SGD_LR, FINE_TUNING_LR):
             return initial
@@ -157,36 +160,24 @@ class HorizonStpt(Policy):
         return initial * usual_lr / _SGD_LR
 
     def next(self, epoch: int, history: History) -> TryCandidates | StartAgain | TrainEpoch:
-        """Return a round before epoch 1, an epoch, or a new start where the training collapsed.
-
-        Raises DivergedError when all candidates diverged.
-        """
-        race = None if epoch > 1 or history.is_decided(1) else self._race(history)
-        if race is None:
-            return self._train(epoch, history)
-        request = _replay(race, [decision.tried for decision in history.decisions])
-        assert isinstance(request, PeakRequest)
-        return self._try_peaks(request, history)
+        """Return a round before epoch 1, a new start, or an epoch. Raises DivergedError."""
+        request = None if epoch > 1 or history.is_decided(1) else self._following(history)
+        if isinstance(request, PeakRequest):
+            return self._try_peaks(request, history)
+        return self._train(epoch, history)
 
     def decide(
         self, action: TryCandidates, results: Sequence[CandidateResult], history: History
     ) -> Decision:
         """Decide on the peak: the weighted mean of all rates that reduce the loss."""
-        undecided = Decision(
-            action.epoch,
-            action.base_lr,
-            tuple(map(action.score_of, results)),
-            winner=None,
-            next_base_lr=action.base_lr,
-            reason="",
-            tried=tuple(results),
-        )
-        rounds, race = (*history.decisions, undecided), self._race(history)
-        assert race is not None
+        lr, scores = action.base_lr, tuple(map(action.score_of, results))
+        reason, tried = "all candidates diverged", tuple(results)
+        undecided = Decision(action.epoch, lr, scores, None, lr, reason, tried)
         try:
-            following = _replay(race, [decision.tried for decision in rounds])
+            following = self._following(history.after_round(undecided))
         except DivergedError:  # which `next` raises, once this round is recorded
-            return replace(undecided, reason="all candidates diverged")
+            return undecided
+        assert following is not None
         name = self._shown_name(following.optimizer)
         if isinstance(following, PeakRequest):
             reason = f"next {name}{following.stage}: {following.reason}"
@@ -250,24 +241,26 @@ class HorizonStpt(Policy):
         lrs = tuple(peak * part for part in schedule.of_epoch(span))
         steps = replace(self.steps.last(epoch, lrs), optimizer=optimizer)
         action = TrainEpoch(epoch, steps, reason)
-        if not self.optimizers[optimizer].has_auto_weight_decay:
-            return action
-        sum_of_lrs = peak * schedule.mean * span.total_steps
-        return self._with_decay(action, attempt, history, sum_of_lrs)
+        if self.optimizers[optimizer].has_auto_weight_decay:
+            return self._with_decay(action, attempt, history, span, peak * schedule.mean)
+        return action
 
     def _with_decay(
-        self, action: TrainEpoch, attempt: Attempt, history: History, sum_of_lrs: float
+        self,
+        action: TrainEpoch,
+        attempt: Attempt,
+        history: History,
+        span: EpochSpan,
+        mean_lr: float,
     ) -> TrainEpoch:
         """Return an epoch with the weight decay that follows the fit."""
         own, trained = attempt.own(history), action.epoch - attempt.start
-        span = self.length.span(action.epoch, self.steps, history.plans, attempt.start)
         split = self.facts.validation_size
         epochs = self.length.known_epochs - attempt.start if split else 0
         watch = Watch.of(epochs, channel_norm=self.facts.channel_norm)
-        size = span.total_steps / self.steps.first
-        decay = decay_by_fit(own, sum_of_lrs, size)
+        sum_of_lrs, size = mean_lr * span.total_steps, span.total_steps / self.steps.first
         watched = decay_by_fit(own, sum_of_lrs, size, watch)
-        found = trained == watch.end + 1 and watched > decay
+        found = trained == watch.end + 1 and watched > decay_by_fit(own, sum_of_lrs, size)
         held_out = split if trained <= watch.end else 0
         return replace(
             action,
@@ -275,18 +268,3 @@ class HorizonStpt(Policy):
             scores=trained in (watch.start, watch.end),
             overfitting=watch.finding(own) if found else "",
         )
-
-
-def _replay(
-    race: OptimizerRace, rounds: Sequence[Sequence[CandidateResult]]
-) -> PeakRequest | PeakChoice:
-    """Return what follows these rounds. Raises DivergedError."""
-    search = race.run()
-    try:
-        request = next(search)
-        for results in rounds:
-            request = search.send(results)
-        return request
-    except StopIteration as end:
-        choice: PeakChoice = end.value
-        return choice

@@ -9,18 +9,17 @@
 With a decoupled weight decay d, weights forget what they were in 1 / (rate x d) steps, so a
 training has S d such times (Wang and Aitchison, arXiv 2405.13698), whatever its length and rate.
 A network that fits its training samples closely is about to overfit, if it sees them often, and
-needs a strong decay; another is slowed by it (our trials, benchmarks/RESULTS.md). A decay of d
-keeps the singular values of a matrix that Muon trains, and each weight that AdamW trains, below
-about 1 / d, whatever the loss needs: hence the limit, which trainings of few steps reach.
+needs a strong decay; another is slowed by it. A decay of d keeps the singular values of a matrix
+that Muon trains, and each weight that AdamW trains, below about 1 / d: hence the limit.
 
-A network may also memorize long before it fits its samples closely: wrong labels, for example. So
+A network may also memorize long before it fits its samples closely, for example wrong labels. So
 the first half of the training leaves the validation split out, and scores it twice:
 
     g    fall of the loss of the validation split / fall of the training loss, both from a quarter
          to half of the epochs
 
 From then on f is at least m (1 - 3 g), m at most: m is 2, and 1 for a network that does not
-normalize channels, of which a decay makes the outputs smaller. The split joins the training.
+normalize channels, of which a decay makes the outputs smaller. Trials: benchmarks/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -30,26 +29,21 @@ from dataclasses import dataclass
 from raytrain_opt.search.peak_search import TOLERANCE
 from raytrain_opt.search.policy import History
 
-# Times 1 / (rate x decay) in a training of a network that fits its samples perfectly.
-_TIMES = 10.0
-# Of this many epochs or more; in fewer, samples are repeated less.
-_EPOCHS = 16
+# Times 1 / (rate x decay) in a training of a network that fits its samples perfectly, of this many
+# epochs or more; in fewer, samples are repeated less.
+_TIMES, _EPOCHS = 10.0, 16
 # Without it, a regression in 120 steps ends with an R2 of 0.850 in place of 0.996.
 _MAX_DECAY = 0.2
-# The fit of a network that memorizes: held-out samples do not improve.
-_MEMORIZING_FIT = 2.0
-# The same of a network that does not normalize channels.
-_WITHOUT_CHANNEL_NORM = 1.0
+# The fit of a network that memorizes (held-out samples do not improve), and of one that does not
+# normalize channels.
+_MEMORIZING_FIT, _WITHOUT_CHANNEL_NORM = 2.0, 1.0
 # A network does not memorize if held-out samples gain this share of the training samples' gain.
 _HEALTHY_SHARE = 1 / 3
 
 
 @dataclass(frozen=True)
 class Watch:
-    """The epochs after which the validation split is scored; until `end` it is held out.
-
-    Both are 0 in a training that is not watched.
-    """
+    """The epochs after which the validation split is scored, until `end` held out; 0: never."""
 
     start: int
     end: int
@@ -61,10 +55,7 @@ class Watch:
         return cls(epochs // 4, epochs // 2, channel_norm) if epochs >= _EPOCHS else cls(0, 0)
 
     def falls(self, history: History) -> tuple[float, float]:
-        """Return by how much the training and the validation loss fell; 0 if that is unknown.
-
-        Unknown before `end`, and after a resume with another length.
-        """
+        """Return the falls of the training and the validation loss; 0 if they are not known."""
         scored, losses = dict(history.validation_losses), history.epoch_losses
         if self.start not in scored or self.end not in scored:
             return 0.0, 0.0
@@ -77,11 +68,10 @@ class Watch:
         It is 0, too, if the training loss hardly falls, relative to the `untrained` network's.
         """
         learned, generalized = self.falls(history)
-        if learned <= TOLERANCE * untrained:
+        if not learned > TOLERANCE * untrained:
             return 0.0
-        share = generalized / learned
         most = _MEMORIZING_FIT if self.channel_norm else _WITHOUT_CHANNEL_NORM
-        return most * min(max(1 - share / _HEALTHY_SHARE, 0.0), 1.0)
+        return most * min(max(1 - generalized / learned / _HEALTHY_SHARE, 0.0), 1.0)
 
     def finding(self, history: History) -> str:
         """Say what the losses show."""

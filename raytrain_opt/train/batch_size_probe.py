@@ -22,13 +22,12 @@ from raytrain_opt.errors import ResourcesError
 from raytrain_opt.models.factory import preserve_model
 from raytrain_opt.monitoring import (
     CpuSampler,
-    NvmlSampler,
     Sampler,
+    gpu_sampler,
     top_half_mean,
-    unknown_utilization,
     watch_utilization,
 )
-from raytrain_opt.optim.averaging import use_training_weights
+from raytrain_opt.optim.averaging import use_weights
 from raytrain_opt.optim.update import update_weights
 from raytrain_opt.results import Probe
 from raytrain_opt.train.learner import Learner
@@ -123,7 +122,7 @@ def measure(
     """
     try:
         with _preserve(training):
-            use_training_weights(training.optimizer)
+            use_weights(training.optimizer, training=True)
             return _measure(training, batch_size, section, sampler, steps_factor)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
@@ -140,12 +139,12 @@ def open_probe_sampler(section: BatchSizeSection, device: torch.device, threads:
     if device.type != "cuda":
         return CpuSampler(threads)
     try:
-        return NvmlSampler(str(torch.cuda.get_device_properties(device).uuid))
+        return gpu_sampler(str(torch.cuda.get_device_properties(device).uuid))
     except ResourcesError:
         # NVML cannot watch this GPU (MIG). Only a strategy that needs utilization must fail.
         if section.needs_utilization:
             raise
-        return unknown_utilization
+        return lambda: math.nan
 
 
 @contextmanager

@@ -16,23 +16,35 @@ from raytrain_opt.config.schema import Compile, Precision
 _ATTENTION = re.compile("Attention|Attn")
 
 
-def compile_model(setting: Compile, model: nn.Module, device: torch.device) -> None:
-    """Compile the model's calls, unless it stays eager; its parameters stay the same objects.
+# max-autotune alone captures CUDA graphs. Gradients would lie in the memory of a graph, which the
+# next micro-batch of an update overwrites, and which is not released for another pool.
+COMPILE_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "max-autotune": {"mode": "max-autotune-no-cudagraphs"},
+}
 
-    `auto` compiles networks with attention on GPUs.
+
+def compile_model(setting: Compile, model: nn.Module, device: torch.device) -> Compile:
+    """Compile the model's calls, unless it stays eager; return the mode, or `off`.
+
+    `auto` compiles networks with attention on GPUs. The parameters stay the same objects.
     """
     is_auto = setting == "auto"
-    has_attention = any(_ATTENTION.search(type(m).__name__) for m in model.modules())
-    if setting == "none" or (is_auto and not (device.type == "cuda" and has_attention)):
-        return
-    # What nobody asked to compile must not end a run: it stays eager, with a warning.
-    torch._dynamo.config.suppress_errors = is_auto
+    if is_auto:
+        setting = "none"
+        if device.type == "cuda":
+            has_attention = any(_ATTENTION.search(type(m).__name__) for m in model.modules())
+            setting = "default" if has_attention else "none"
+    if setting != "none":
+        # What nobody asked to compile must not end a run: it stays eager, with a warning.
+        torch._dynamo.config.suppress_errors = is_auto
 
-    # Not `Module.compile`, which skips a Sequential of torch's layers with torch 2.11.
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        # Not `Module.compile`, which skips a Sequential of torch's layers with torch 2.11.
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-    model._compiled_call_impl = torch.compile(call)
+        model._compiled_call_impl = torch.compile(call, **COMPILE_ARGUMENTS[setting])
+    return setting
 
 
 @contextmanager

@@ -95,7 +95,7 @@ class Learner:
             self.model, self.task, names, self.data, self.autocast, self._seed, self._attempt
         )
         self._ranks_were_compared = False
-        compile_model(config.compile, self.model, device)
+        self.compiled = compile_model(config.compile, self.model, device)
         self.parallel = distribute(self.model, config.parallel)
         self._build_optimizer(0)
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
@@ -139,7 +139,7 @@ class Learner:
     def _use_optimizer(self, index: int) -> None:
         """Let another optimizer of the job continue, without a memory of earlier steps."""
         if index != self._optimizer_index:
-            averaging.use_training_weights(self.optimizer)
+            averaging.use_weights(self.optimizer, training=True)
             self._build_optimizer(index)
 
     def _build_optimizer(self, index: int) -> None:
@@ -211,7 +211,7 @@ class Learner:
 
         With averaging, the model has the averaged weights until the phase advances.
         """
-        averaging.use_averaged_weights(self.optimizer)
+        averaging.use_weights(self.optimizer, training=False)
         totals = self._phase.take_totals()
         self._steps = self._steps.after(totals.steps)
         return totals
@@ -224,7 +224,7 @@ class Learner:
         return totals
 
     def _use_training_mode(self) -> None:
-        averaging.use_training_weights(self.optimizer)
+        averaging.use_weights(self.optimizer, training=True)
         self.parallel.forward.train()
 
     def _compare_ranks_early(self) -> None:

@@ -60,8 +60,8 @@ def run_rank(rank: int, world_size: int, folder: Path) -> Results:
     if middle.is_file():
         compiled.load(pickle.loads(middle.read_bytes()))
     else:
-        for name, trained in {"none": learner("none", world_size), "default": compiled}.items():
-            results[name] = {
+        for trained in (learner("none", world_size), compiled):
+            results[trained.compiled] = {
                 "loss": trained.train(1, Steps(0, LRS), own).loss,
                 "weights": [p.detach().clone() for p in trained.model.parameters()],
             }

@@ -17,8 +17,8 @@ from raytrain_opt import monitoring
 from raytrain_opt.errors import ResourcesError
 from raytrain_opt.monitoring import (
     CpuSampler,
-    NvmlSampler,
     gpu_names,
+    gpu_sampler,
     top_half_mean,
     watch_utilization,
 )
@@ -238,35 +238,33 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Machine:
 @pytest.mark.parametrize("uuid", [C, C.removeprefix("GPU-")])
 def test_a_gpu_is_found_by_its_uuid(gpus: Machine, uuid: str) -> None:
     gpus(FakeGpu(A, busy=5), FakeGpu(B), FakeGpu(C, busy=12))
-    sampler = NvmlSampler(uuid)
-    assert (sampler.uuid, sampler()) == (C, 12.0)
+    sampler = gpu_sampler(uuid)
+    assert sampler() == 12.0
 
 
 @pytest.mark.parametrize(
-    ("gpu", "words"),
-    [(FakeGpu(B), f"open {A}"), (FakeGpu(A, reports=False), f"utilization of {A}")],
+    "gpu",
+    [FakeGpu(B), FakeGpu(A, reports=False)],
     ids=["unknown", "does not report"],
 )
-def test_a_gpu_that_nvml_cannot_watch_is_refused_at_once(
-    gpus: Machine, gpu: FakeGpu, words: str
-) -> None:
+def test_a_gpu_that_nvml_cannot_watch_is_refused_at_once(gpus: Machine, gpu: FakeGpu) -> None:
     """A MIG instance has a UUID of its own, which torch writes like that of a GPU."""
     gpus(gpu)
-    with pytest.raises(ResourcesError, match=f"{words}.*MIG instance.*{INSTEAD}"):
-        NvmlSampler(A)
+    with pytest.raises(ResourcesError, match=f"watch {A}.*MIG instance.*{INSTEAD}"):
+        gpu_sampler(A)
 
 
 def test_without_a_driver_the_message_is_clear(gpus: Machine) -> None:
     gpus(driver=False)
     with pytest.raises(ResourcesError, match=f"NVIDIA driver.*{INSTEAD}"):
-        NvmlSampler(A)
+        gpu_sampler(A)
 
 
 def test_an_error_on_the_way_is_explained(gpus: Machine) -> None:
     nvml = gpus(FakeGpu(A))
-    sampler = NvmlSampler(A)
+    sampler = gpu_sampler(A)
     nvml.lost = True
-    with pytest.raises(ResourcesError, match=f"utilization of {A}: GPU is lost"):
+    with pytest.raises(ResourcesError, match=f"watch {A}: GPU is lost"):
         sampler()
 
 

@@ -1,4 +1,4 @@
-"""A progress bar in a terminal, plain lines elsewhere, and a table at the end."""
+"""A progress bar in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from raytrain_opt.recording.records import EpochRecord
-from raytrain_opt.terminal import Bar, Terminal, epoch_text, open_terminal, print_facts
+from raytrain_opt.terminal import Bar, Terminal, epoch_text, open_terminal
 from tests.support.synthetic_runs import epoch_line, evaluation
 
 
@@ -96,11 +96,3 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     assert isinstance(open_terminal(), Bar)
-
-
-def test_the_summary_does_not_break_paths(capsys: pytest.CaptureFixture[str]) -> None:
-    path = "/" + "/".join(["a-very-long-folder-name"] * 8) + "/result.json"
-    print_facts([("result", path), ("wall time", "3.0 s")])
-    out = capsys.readouterr().out
-    assert f"result     {path}\n" in out
-    assert "wall time  3.0 s" in out

@@ -3,22 +3,15 @@
 Source: Serizawa and Tatebe (University of Tsukuba), automatic optimization of the mini-batch
 size for training speed, listings 2 and 3 with the errata.
 
-| paper                        | here                                                |
-|------------------------------|-----------------------------------------------------|
-| iteration_count              | `loop`: 0 for the first probe, then the changes of size so far |
-| norm                         | `_CONVERGED_SAMPLES`                                |
-| max_iteration                | `section.max_loops`                                 |
-| calc_positive_update_diff()  | `_increase`: one more, 10 at most (2 for the first) |
-| calc_negative_update_diff()  | half at the first shrinking step, then `_increase`  |
+The step that the paper calls calc_positive_update_diff() grows by one, to 10 at most (2 at first);
+that of calc_negative_update_diff() is half at the first shrinking loop, then grows so, too.
 
 Where the paper is silent:
 - Loops count from 0, as in its listings: with tests at loops 5, 10, 15, ... the size is then
   96 at loop 10 and 196 at loop 20 from 32, and 72 at loop 10 from 8, as in its tables. The test
-  at loop 5 has no previous test and only records its value, so the search stops at loop 10 at
-  the earliest, as in its tables. The size at the converging test is chosen.
-- Memory or the largest allowed size bound the search from above. A size that does not fit ends
-  the search with the largest measured size that fits (a step is 10 at most, so little is lost).
-  A step beyond the bound, or below 1, ends it too.
+  at loop 5 only records its value. The size at the converging test is chosen.
+- A size that does not fit into memory ends the search with the largest measured size that fits
+  (a step is 10 at most, so little is lost). A step beyond the bound, or below 1, ends it too.
 - An initial size that does not fit is halved until one fits; loops count from there.
 """
 

@@ -9,6 +9,7 @@ more than `LARGEST_LR_FACTOR`, unless the job names the largest size itself.
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Protocol
 from raytrain_opt.config.batch_size import BatchSizeSection
 from raytrain_opt.config.updates import RampStep
 from raytrain_opt.errors import ResourcesError
-from raytrain_opt.optim.epoch_steps import Length, epoch_steps
+from raytrain_opt.optim.epoch_steps import Length, epoch_steps, ramp_factor
 from raytrain_opt.optim.schedules import ScalingRule
 from raytrain_opt.results import Probe
 
@@ -88,7 +89,7 @@ class SizeBounds:
 
 @dataclass(frozen=True)
 class Updates:
-    """Updates of the shortest epoch, and of the training; infinite if its epochs are not known."""
+    """Updates of the shortest epoch and of the training; infinite if the epochs are not known."""
 
     per_epoch: int
     total: float
@@ -98,7 +99,7 @@ class Updates:
         cls, train_size: int, batch_size: int, length: Length, ramp: Sequence[RampStep] = ()
     ) -> Updates:
         """Count the updates with this global batch size; none if it exceeds the training set."""
-        if batch_size * _last_factor(ramp) > train_size:
+        if batch_size * ramp_factor(ramp, sys.maxsize) > train_size:
             return cls(0, 0)
         steps = epoch_steps(train_size, batch_size, ramp)
         return cls(steps(max(1, length.known_epochs)), length.total_steps(steps))
@@ -122,11 +123,8 @@ def largest_size(
     ramp: Sequence[RampStep] = (),
     rule: ScalingRule = "none",
 ) -> int:
-    """Return the largest allowed batch size per worker.
-
-    `own`: of the job itself. `rule`: how the rate follows the size.
-    """
-    possible = train_size // (workers * _last_factor(ramp))
+    """Return the largest allowed batch size per worker; `own`: of the job itself."""
+    possible = train_size // (workers * ramp_factor(ramp, sys.maxsize))
 
     def leaves_too_few(size: int) -> bool:
         return not Updates.count(train_size, size * workers, length, ramp).are_enough(section)
@@ -136,10 +134,6 @@ def largest_size(
     allowed = max(own if own <= possible else 1, enough)
     by_rate = {"linear": LARGEST_LR_FACTOR, "sqrt": LARGEST_LR_FACTOR**2, "none": allowed}
     return min(allowed, section.max_batch_size or by_rate[rule] * own)
-
-
-def _last_factor(ramp: Sequence[RampStep]) -> int:
-    return max((step.factor for step in ramp), default=1)
 
 
 class Strategy(Protocol):

@@ -1,34 +1,29 @@
 """ThroughputKnee: the smallest batch size that is about as fast as the fastest one.
 
-Ours. Each proposal draws likely curves of samples/s from the measurements (see
-the model below) and computes for each size the fraction of the best samples/s that it loses:
+Ours. Each proposal draws likely curves of samples/s from the measurements (see below) and computes
+for each size the fraction of the best samples/s that it loses:
 
-- The *knee* is the smallest size that loses at most `tolerance` on the median curve.
-- If the knee is not measured yet, measure it.
-- If it is measured, and on 95 % of the curves it loses at most 1.5 times `tolerance`, choose
-  it; but first try a smaller unmeasured size if that does as well on a quarter of the curves.
-  There is no threshold in samples/s: the noisier the measurements, the more the curves differ
-  and the more sizes are measured.
+- The *knee* is the smallest size that loses at most `tolerance` on the median curve. If it is not
+  measured yet, measure it.
+- If it is measured, and on 95 % of the curves it loses at most 1.5 times `tolerance`, choose it;
+  but first try a smaller unmeasured size if that does as well on a quarter of the curves. The
+  noisier the measurements, the more the curves differ and the more sizes are measured.
 - Otherwise its *competitor* is the size that most often beats it by more than that. Measure it,
   or again the one of the two that is known with less precision.
 
 Sizes grow at most by a factor of 4. After a size that did not fit, the interval up to it is
 bisected (in the logarithm), while sizes in it may be faster by more than the tolerance.
 
-A model of samples/s as a function of the batch size, for few noisy measurements.
-
-A step of b samples has a fixed cost c (kernel launches, update, communication) and a cost k for
-each sample, padding included: w is b rounded up to a multiple of the tile. If the two costs add
-up, the step takes c + k w seconds; if they overlap, the longer of the two. So
+The model: a step of b samples has a fixed cost c (kernel launches, update, communication) and a
+cost k for each sample, padding included: w is b rounded up to a multiple of the tile. If the two
+costs add up, the step takes c + k w seconds; if they overlap, the longer of the two. So
 
     log samples/s = level + log(b / w) - log(1 + (h / w) ^ p) / p + deviation,    h = c / k
 
-| symbol    | meaning                                                                      |
-|-----------|------------------------------------------------------------------------------|
-| h         | size at which both costs are equal: far below it, size is free; above, useless |
-| p         | 1: the costs add up; the larger p, the more they overlap, the sharper the knee |
-| tile      | samples that are computed together: a partly filled tile wastes time           |
-| deviation | everything else: a random walk over log2 b, plus an amount per size            |
+    h          size at which both costs are equal: far below it, size is free; above, useless
+    p          1: the costs add up; the larger p, the more they overlap, the sharper the knee
+    tile       samples that are computed together: a partly filled tile wastes time
+    deviation  everything else: a random walk over log2 b, plus an amount per size
 
 h, p, tile and the spread of the deviation take values on a grid, weighted by the likelihood of
 the measurements; given these, level and deviation are Gaussian. The result is a set of curves
@@ -94,10 +89,7 @@ def combine(measurements: Sequence[Probe]) -> list[Point]:
 
 
 def draw_curves(points: Sequence[Point], sizes: Sequence[int]) -> Array:
-    """Draw likely curves, log samples/s [curve, size], given at least one point.
-
-    Components of the mixture are drawn in proportion to their weights, with a fixed seed.
-    """
+    """Draw likely curves, log samples/s [curve, size], given at least one point."""
     measured = np.array([p.batch_size for p in points], dtype=np.float64)
     queried = np.array(sizes, dtype=np.float64)
     measured_shapes, shapes = _shapes(measured, queried.max()), _shapes(queried, queried.max())
@@ -124,7 +116,7 @@ def draw_curves(points: Sequence[Point], sizes: Sequence[int]) -> Array:
 
 
 def _shapes(sizes: Array, largest: float) -> Array:
-    """Evaluate the model without level and deviation for each tile, p and h: [shape, size]."""
+    """Return the model without level and deviation for each tile, p and h: [shape, size]."""
     octaves = math.log2(largest * _H_BEYOND_LARGEST / _H_SMALLEST)
     h = _H_SMALLEST * 2.0 ** np.linspace(0, octaves, 1 + math.ceil(octaves * _H_PER_OCTAVE))
     shapes = []
@@ -143,18 +135,12 @@ def _covariance(spread: float, a: Array, b: Array) -> Array:
     return covariance
 
 
-# Limit of the search, repetitions included.
-_MAX_PROBES = 12
-# Fraction of the curves that must agree before a size is chosen.
-_CONFIDENCE = 0.95
-# The confidence of one side of a normal distribution, in standard errors.
-_ERRORS = 1.645
-# A size may lose this many times the tolerance on those curves.
-_SLACK = 1.5
-# A smaller size is tried if it is good enough on this fraction of the curves.
-_MIN_CHANCE = 0.25
-# Largest factor between a size that fits and the next one, so that memory is not exceeded by far.
-_MAX_GROWTH = 4
+_MAX_PROBES = 12  # repetitions included
+_CONFIDENCE = 0.95  # fraction of the curves that must agree before a size is chosen
+_ERRORS = 1.645  # that confidence of one side of a normal distribution, in standard errors
+_SLACK = 1.5  # a size may lose this many times the tolerance on those curves
+_MIN_CHANCE = 0.25  # a smaller size is tried if it is good enough on this fraction of the curves
+_MAX_GROWTH = 4  # from a size that fits to the next one, so that memory is not exceeded by far
 # Devices compute in tiles of about this many samples: from two tiles on, sizes between powers of
 # two are considered, as multiples of it.
 _TILE = 32
@@ -169,11 +155,7 @@ class ThroughputKnee:
     weighs_checks = True
 
     def propose(self, history: Sequence[Probe]) -> ProbeRequest | BatchSizeChoice:
-        """Propose the next size to measure, or choose the knee.
-
-        Halving an initial size that does not fit may take more than `_MAX_PROBES`, because the
-        choice must fit. Raises ResourcesError if size 1 does not fit.
-        """
+        """Propose the next size, or choose the knee. Raises ResourcesError if 1 does not fit."""
         request = self.bounds.request_first_fit(history, self.section.initial)
         if request is not None:
             return request
@@ -190,12 +172,12 @@ class ThroughputKnee:
         self, posterior: _Posterior, too_large: int | None
     ) -> ProbeRequest | BatchSizeChoice:
         knee = posterior.knee(self.section.tolerance)
-        if not posterior.is_measured(knee):
+        if math.isinf(posterior.error(knee)):
             size = _next_towards(knee, posterior, too_large)
             purpose = "predicted knee" if size == knee else "on the way to the predicted knee"
             return ProbeRequest(size, f"{purpose}: {posterior.describe(knee)}")
         max_loss = _log_loss(_SLACK * self.section.tolerance)
-        if posterior.probability_within(knee, max_loss) >= _CONFIDENCE:
+        if (posterior.losses_of(knee) <= max_loss).mean() >= _CONFIDENCE:
             smaller = posterior.smaller_to_try(knee, self.section.tolerance)
             if smaller is None:
                 return BatchSizeChoice(knee, posterior.describe(knee))
@@ -222,21 +204,19 @@ class _Posterior:
         return cls(tuple(points), sizes, draw_curves(points, sizes))
 
     @property
-    def largest_measured(self) -> int:
-        return self.points[-1].batch_size
-
-    @property
     def losses(self) -> Array:
         """log(best samples/s / samples/s of the size), [curve, size]."""
         losses: Array = self.curves.max(axis=1, keepdims=True) - self.curves
         return losses
 
+    def losses_of(self, size: int) -> Array:
+        """Return the losses of one size, [curve]."""
+        losses: Array = self.losses[:, self.sizes.index(size)]
+        return losses
+
     def error(self, size: int) -> float:
         """Return the standard error of the log of samples/s; infinite if it was not measured."""
         return next((p.error for p in self.points if p.batch_size == size), math.inf)
-
-    def is_measured(self, size: int) -> bool:
-        return math.isfinite(self.error(size))
 
     def knee(self, tolerance: float, *, only_measured: bool = False) -> int:
         """Return the smallest size that loses at most `tolerance` on the median curve.
@@ -246,13 +226,9 @@ class _Posterior:
         """
         median = np.median(self.curves, axis=0)
         if only_measured:
-            median[[not self.is_measured(size) for size in self.sizes]] = -np.inf
+            median[[math.isinf(self.error(size)) for size in self.sizes]] = -np.inf
         good_enough = median >= median.max() - _log_loss(tolerance)
         return self.sizes[int(good_enough.argmax())]
-
-    def probability_within(self, size: int, max_loss: float) -> float:
-        """Return the fraction of the curves on which `size` loses at most `max_loss` (a log)."""
-        return float((self.losses[:, self.sizes.index(size)] <= max_loss).mean())
 
     def smaller_to_try(self, knee: int, tolerance: float) -> int | None:
         """Return the unmeasured size below `knee` with most expected octaves saved, or None."""
@@ -260,7 +236,7 @@ class _Posterior:
         octaves = {
             size: chance * math.log2(knee / size)
             for size, chance in zip(self.sizes, chances, strict=True)
-            if size < knee and chance >= _MIN_CHANCE and not self.is_measured(size)
+            if size < knee and chance >= _MIN_CHANCE and math.isinf(self.error(size))
         }
         return max(octaves, key=lambda size: octaves[size], default=None)
 
@@ -270,15 +246,12 @@ class _Posterior:
         return self.sizes[int((advantage > max_loss).mean(axis=0).argmax())]
 
     def describe(self, size: int) -> str:
-        """Describe how fast `size` is, for messages.
-
-        The model knows that a larger batch is hardly ever slower, whatever its probes measured;
-        the stated confidence does not exceed what they support.
-        """
-        fractions = np.exp(-self.losses[:, self.sizes.index(size)])
+        """Say how fast `size` is, with no more confidence than its own probes support."""
+        fractions = np.exp(-self.losses_of(size))
         low, median = (100 * float(q) for q in np.quantile(fractions, [1 - _CONFIDENCE, 0.5]))
-        if self.is_measured(size):
-            low = min(low, 100 * math.exp(-_ERRORS * self.error(size)))
+        error = self.error(size)
+        if math.isfinite(error):
+            low = min(low, 100 * math.exp(-_ERRORS * error))
         return (
             f"{size} reaches about {median:.1f} % of the best samples/s up to "
             f"{self.sizes[-1]}, with {100 * _CONFIDENCE:.0f} % confidence at least {low:.1f} %"
@@ -292,8 +265,7 @@ def _log_loss(fraction: float) -> float:
 def _candidate_sizes(measured: Sequence[int], largest: int) -> tuple[int, ...]:
     """Return powers of two, midpoints from 3 tiles on, measured sizes and the largest; ascending.
 
-    Closer sizes differ by less than can be measured. 1 is a candidate only if nothing else
-    fits: BatchNorm1d cannot be trained with one sample.
+    1 is one only if nothing else fits: BatchNorm1d cannot be trained with one sample.
     """
     powers = {2**i for i in range(1, largest.bit_length())}
     midpoints = {size // 2 * 3 for size in powers if size >= 2 * _TILE}
@@ -303,7 +275,7 @@ def _candidate_sizes(measured: Sequence[int], largest: int) -> tuple[int, ...]:
 
 def _next_towards(size: int, posterior: _Posterior, too_large: int | None) -> int:
     """Return `size`, or a smaller one to measure first: memory may run out on the way."""
-    fits = posterior.largest_measured
+    fits = posterior.points[-1].batch_size
     if size <= fits:
         return size
     if too_large is None:

@@ -45,7 +45,7 @@ BROKEN = [
     ("workers: {count: many}", "workers.count", "must be a valid integer or 'auto' or a section"),
     ("checkpoint: {every: 5x}", "checkpoint.every", "must be a time such as 90s, 45min or 1h30"),
     ("channels_last: perhaps", "channels_last", "must be a valid boolean (given: 'perhaps')"),
-    ("compile: true", "compile", "must be 'auto', 'none' or 'default'"),
+    ("compile: true", "compile", "must be 'auto', 'none', 'default' or 'max-autotune'"),
     (
         "learning_rate: stpt",
         "learning_rate",

@@ -13,8 +13,7 @@ from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.optim.averaging import (
     attach_ema,
     averages_weights,
-    use_averaged_weights,
-    use_training_weights,
+    use_weights,
 )
 from raytrain_opt.optim.factory import build_optimizer
 from raytrain_opt.optim.update import set_lr
@@ -53,7 +52,7 @@ def train(
     lr: Callable[[int], float] = lambda _: 0.1,
 ) -> list[list[torch.Tensor]]:
     """Train a phase; return the weights after each update."""
-    use_training_weights(optimizer)
+    use_weights(optimizer, training=True)
     after = []
     for step in steps:
         random = torch.Generator().manual_seed(step)
@@ -63,7 +62,7 @@ def train(
         set_lr(optimizer, lr(step))
         optimizer.step()
         after.append(weights(model))
-    use_averaged_weights(optimizer)
+    use_weights(optimizer, training=False)
     return after
 
 
@@ -103,13 +102,13 @@ def test_an_update_left_out_for_an_overflow_counts_with_unchanged_weights() -> N
     optimizer = make("SGD", model, momentum=0.9)
     [before] = train(model, optimizer, range(1))
     scaler = torch.amp.GradScaler("cpu")
-    use_training_weights(optimizer)
+    use_weights(optimizer, training=True)
     for param in model.parameters():
         param.grad = torch.full_like(param, torch.inf)
     scaler.scale(torch.ones(()))
     scaler.step(optimizer)
     torch.testing.assert_close(weights(model), before, rtol=0, atol=0)
-    use_averaged_weights(optimizer)
+    use_weights(optimizer, training=False)
     torch.testing.assert_close(weights(model), before)
     after = train(model, optimizer, range(1, 2))[0]
     d = min(0.5, 3 / 12)
@@ -153,7 +152,7 @@ def test_a_saved_state_continues_bit_for_bit(name: str, fresh: bool) -> None:
     other = make(name, resumed)
     if not fresh:
         train(resumed, other, range(50, 55))
-        use_training_weights(other)  # as after a phase that was interrupted
+        use_weights(other, training=True)  # as after a phase that was interrupted
     restore(state, resumed, other, SCALER)
     for one, two in zip(averaged, weights(resumed), strict=True):
         assert torch.equal(one, two)

@@ -6,7 +6,7 @@ import pytest
 
 from raytrain_opt.config.updates import RampStep
 from raytrain_opt.errors import JobError
-from raytrain_opt.optim.epoch_steps import EpochSteps, epoch_steps, ramp_factor
+from raytrain_opt.optim.epoch_steps import epoch_steps, ramp_factor
 
 RAMP = [RampStep(epoch=3, factor=2), RampStep(epoch=5, factor=6)]
 
@@ -26,12 +26,6 @@ def test_the_last_update_of_an_epoch_may_be_smaller() -> None:
     assert [steps(epoch) for epoch in range(1, 7)] == [13, 13, 7, 7, 3, 3]
     assert steps.search == 12
     assert epoch_steps(104, 8, drop_last=False)(1) == 13
-
-
-@pytest.mark.parametrize("steps", [epoch_steps(103, 8, RAMP), EpochSteps(5), EpochSteps(5, ())])
-def test_updates_before_an_epoch_are_the_sum_of_all_earlier_epochs(steps: EpochSteps) -> None:
-    for epoch in range(1, 9):
-        assert steps.before(epoch) == sum(steps(earlier) for earlier in range(1, epoch))
 
 
 def test_a_batch_larger_than_the_data_names_its_field() -> None:

@@ -218,7 +218,7 @@ def test_mistakes_in_an_optimizer_of_ones_own_are_explained(
 @pytest.mark.parametrize("name", ["ScheduleFreeSGD", "ScheduleFreeAdamW"])
 def test_schedule_free_optimizers_are_those_of_the_package(name: str) -> None:
     assert check(name, weight_decay=0.1) == {}
-    assert "learning_rate.warmup" in check(name, warmup_steps=5)["optimizer.args.warmup_steps"]
+    assert "learning_rate" in check(name, warmup_steps=5)["optimizer.args.warmup_steps"]
     assert type(build(section(name), new_weight())).__module__.startswith("schedulefree.")
 
 
@@ -320,8 +320,8 @@ def test_wrong_arguments_of_the_packages_classes_are_named(
         ("Optimizer", "must be a class of torch.optim"),
         ("xyzzy", "valid: ASGD"),
         ("LBFGS", "closure"),
-        ("SparseAdam", "sparse gradients"),
-        ("Rprop", "first step only"),
+        ("SparseAdam", "not Rprop or SparseAdam"),
+        ("Rprop", "not Rprop or SparseAdam"),
     ],
 )
 def test_unknown_and_unsupported_classes_are_errors(name: str, message: str) -> None:
@@ -336,7 +336,6 @@ def test_unknown_and_unsupported_classes_are_errors(name: str, message: str) -> 
         ({"momentun": 0.9}, "optimizer.args.momentun", "did you mean 'momentum'"),
         ({"xyzzy": 0.9}, "optimizer.args.xyzzy", "valid arguments: momentum, dampening"),
         ({"params": []}, "optimizer.args.params", "no such argument"),
-        ({"differentiable": True}, "optimizer.args.differentiable", "does not do"),
         ({"momentum": -1.0, "weight_decay": 0.1}, "optimizer.args", "-1.0"),
         ({"momentum": "much"}, "optimizer.args", "SGD rejects"),
         ({"nesterov": True, "dampening": 0.0}, "optimizer.args", "momentum"),

@@ -16,6 +16,7 @@ from raytrain_opt.config.learning_rate import SchedulePolicy
 from raytrain_opt.errors import JobError
 from raytrain_opt.optim.epoch_steps import EpochSpan, EpochSteps, Length
 from raytrain_opt.results import Steps
+from raytrain_opt.search.factory import read_schedule
 from raytrain_opt.search.fixed_schedule import FixedSchedule, RecordedEpoch, RecordedSchedule
 from raytrain_opt.search.policy import History, StartAgain, TrainEpoch
 from tests.support.synthetic_runs import write_schedule
@@ -63,7 +64,7 @@ def test_a_recorded_schedule_is_read_exactly(tmp_path: Path) -> None:
     path = tmp_path / "schedule.jsonl"
     write_schedule(path, (1 / 3, *LRS[1:3]), LRS[3:])
     expected = recorded(Steps(0, (1 / 3, *LRS[1:3])), Steps(0, LRS[3:]))
-    assert RecordedSchedule.parse(path.read_text(), "it") == expected
+    assert read_schedule(str(path)) == expected
 
 
 def test_replay_trains_the_recorded_steps() -> None:
@@ -102,9 +103,11 @@ def test_replay_refuses_a_training_of_another_length(epochs: int, steps: int) ->
         "[" * 100_000 + "\n",
     ],
 )
-def test_a_file_that_is_no_schedule_is_refused_by_name(text: str) -> None:
-    with pytest.raises(JobError, match=r"run\.jsonl is not a schedule\.jsonl of a run"):
-        RecordedSchedule.parse(text, "run.jsonl")
+def test_a_file_that_is_no_schedule_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text(text)
+    with pytest.raises(JobError, match=r"is not a schedule\.jsonl of a run.*run\.jsonl"):
+        read_schedule(str(path))
 
 
 def test_an_epoch_with_fewer_updates_covers_the_same_part_of_the_schedule() -> None:

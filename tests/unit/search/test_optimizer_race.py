@@ -122,7 +122,7 @@ def test_the_second_tries_all_its_rates_only_if_it_is_close(loss: float, tried: 
     fine = [r for r in rounds if r.stage == "fine" for _ in r.candidates]
     assert raced(fine, "fine") == [MUON] * 3 + [SCHEDULE_FREE] * tried
     assert action.steps.optimizer == MUON
-    assert f"(Muon 2.000, ScheduleFreeSGD {loss:.3f})" in history.decisions[-1].reason
+    assert f"(Muon 2.000, ScheduleFreeSGD {loss:.3f};" in history.decisions[-1].reason
 
 
 def test_the_second_goes_on_if_its_first_candidate_diverged() -> None:

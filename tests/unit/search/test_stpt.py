@@ -269,6 +269,6 @@ def test_diverged_rounds_of_earlier_epochs_do_not_count() -> None:
     assert next_round(policy, 4, history).base_lr == pytest.approx(0.2)
     history = add_diverged_rounds(policy, 4, 2, history)
     assert next_round(policy, 4, history).base_lr == pytest.approx(0.05)
-    rates = "0.2, 0.1, 0.05, 0.025, 0.0125, 0.00625 "
+    rates = r"0.2, 0.1, 0.05, 0.025, 0.0125, 0.00625\."
     with pytest.raises(DivergedError, match=f"learning rates: {rates}"):
         policy.next(4, add_diverged_rounds(policy, 4, 4, history))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch import nn
 
 from raytrain_opt.config.schema import Compile
 from raytrain_opt.train.kernels import (
+    COMPILE_ARGUMENTS,
     autocast_dtype,
     choose_kernels,
     compile_model,
@@ -81,12 +81,15 @@ def build(name: str) -> nn.Module:
         ("auto", nn.Linear(2, 2), CUDA, False),
         ("none", nn.MultiheadAttention(4, 1), CUDA, False),
         ("default", nn.Linear(2, 2), CPU, True),
+        ("max-autotune", nn.Linear(2, 2), CPU, True),
     ],
 )
 def test_auto_compiles_transformers_on_a_gpu(
     setting: Compile, model: nn.Module, device: torch.device, compiled: bool
 ) -> None:
-    compile_model(setting, model, device)
+    assert compile_model(setting, model, device) == (
+        "none" if not compiled else "default" if setting == "auto" else setting
+    )
     assert (model._compiled_call_impl is not None) == compiled
 
 
@@ -102,9 +105,9 @@ def test_auto_lets_a_network_stay_eager_that_cannot_be_compiled(
         tried.append(inputs)
         raise RuntimeError("planted failure")
 
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=fail))
+    monkeypatch.setitem(COMPILE_ARGUMENTS, "default", {"backend": fail})
     model, x = nn.Sequential(Attention(2, 2)), torch.ones(1, 2)
     expected = model(x)
-    compile_model("auto", model, CUDA)
+    assert compile_model("auto", model, CUDA) == "default"
     assert torch.equal(model(x), expected)
     assert tried

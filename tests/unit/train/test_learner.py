@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -19,6 +19,7 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.data.base import Batch
 from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.results import Steps
+from raytrain_opt.train.kernels import COMPILE_ARGUMENTS
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -303,7 +304,7 @@ def test_a_compiled_model_survives_other_states_rates_and_optimizers(
             trained.finish_phase()
             trained.evaluate("test")
 
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=count_graphs))
+    monkeypatch.setitem(COMPILE_ARGUMENTS, "default", {"backend": count_graphs})
     job = {"optimizer": {"name": "auto", "candidates": ["SGD", "AdamW"]}, "average": "auto"}
     compiled, eager = (learner(net_with_norm, compile=c, **job) for c in ("default", "none"))
     assert not graphs
