@@ -120,12 +120,12 @@ def try_local_job(job: Job, source: str) -> tuple[Facts, StepTimer] | None:
 
     if names_torchvision_weights(job.model):
         job = job.model_copy(update={"model": job.model.model_copy(update={"weights": None})})
-    if not job.data.download:
-        return try_job(job, source)[::2]
     section = job.data.model_copy(update={"download": False})
     try:
         return try_job(job.model_copy(update={"data": section}), source)[::2]
     except DataError:
+        if not job.data.download:
+            raise
         return None
 
 

@@ -18,7 +18,6 @@ from raytrain_opt.config.batch_size import BatchSizeSection
 from raytrain_opt.config.schema import TimeoutsSection
 from raytrain_opt.errors import PoolError, RaytrainOptError
 from raytrain_opt.pools.commands import (
-    WORKER_POOL,
     Close,
     Command,
     Failure,
@@ -39,11 +38,6 @@ from raytrain_opt.results import Probe
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 # How often the driver looks for progress while it waits: often enough for a progress bar.
 _POLL_S = 0.5
-
-_NODES_GONE = (
-    "Nodes have left the cluster, and the others may have no room for all workers: "
-    "workers.count: {min: …, max: …} lets a training continue with fewer"
-)
 
 
 @dataclass
@@ -171,19 +165,16 @@ class RayPool:
             name, progress = f"{self.name} {late.index}", late.progress
             if resident := residents.get(late.index):
                 address = gone.get(resident.node_id)
-                node = f"; its node {address} is gone" if address else ""
+                node = f"; its node {address} is gone, see workers.count" if address else ""
                 name += f" (pid {resident.pid}, {resident.log}{node})"
             steps = "no step" if progress is None else f"{progress.done} of {progress.total} steps"
             return f"{name}: {steps}, silent for {late.silent_s:.0f} s"
 
         reports = "; ".join(map(describe, overdue))
-        node_failed = any(resident.node_id in gone for resident in residents.values())
-        is_fixed = self.name == WORKER_POOL and self.has_room is None
-        hint = ". " + _NODES_GONE if node_failed and is_fixed else ""
         return (
             f"no progress of {command.name} for {self._status().silence_s:.0f} s "
             f"(timeouts.no_progress_s: {self.limit_s:g}). Without an answer, the one furthest "
-            f"behind first: {reports}{hint}"
+            f"behind first: {reports}"
         )
 
     def raise_if_ended(self) -> None:
