@@ -63,8 +63,7 @@ class AsyncTrainer:
     ) -> AsyncWorkerMetrics:
         """Compute micro-batches until the phase is over.
 
-        `on_micro_batch` is called before each one with the number of those done by this worker,
-        and of those that it will have done at the end if speeds stay; it may raise to stop.
+        `on_micro_batch` gets, before each one, how many this worker has done, and will have done.
         """
         started_s, stopwatch, count = monotonic_s(), Stopwatch(), 0
         self.learner.begin_micro_batches(phase.epoch, phase.micro_batches, phase.steps.held_out)
