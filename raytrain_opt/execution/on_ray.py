@@ -39,9 +39,6 @@ from raytrain_opt.train.learner_config import OBJECT_SECTIONS
 if TYPE_CHECKING:
     from raytrain_opt.data.factory import SharedData
 
-# Ray ends its processes within a second, and kills each kind that has not ended after ten.
-_RAY_END_S = 30.0
-
 
 @contextmanager
 def open_on_ray(
@@ -65,14 +62,10 @@ def open_on_ray(
         stack.callback(wait, [backend.reading], limits.stop_s)
         terminal.phase("starting Ray")
         # Half a Ray cannot be shut down: its processes end with this one.
-        with stop.deferred(limits.start_s), stop.ended_within(limits.stop_s):
+        with stop.deferred(limits.start_s):
             backend.owns_ray = stack.enter_context(session)
         frontend.startup.mark("ray_connected_s")
-        try:
-            yield backend
-        finally:
-            with stop.ended_within(_RAY_END_S + limits.stop_s):
-                stack.close()
+        yield backend
 
 
 class RayBackend:
