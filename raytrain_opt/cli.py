@@ -138,10 +138,8 @@ def run(
     """
     if (job_file is None) == (resume is None):
         raise click.UsageError(
-            "give either JOB.yaml or --resume RUN_DIR. A job file needs four lines, such as\n\n"
-            "  model: small_cnn\n  data: digits\n  epochs: 8\n  global_batch_size: 64\n\n"
-            "`raytrain-opt init FOLDER` writes one for your images, "
-            "`raytrain-opt validate JOB.yaml` checks it."
+            "give either JOB.yaml or --resume RUN_DIR; `raytrain-opt init FOLDER` writes a job "
+            "file for your images"
         )
     if resume is None:
         job = _load_job(str(job_file), overrides)
@@ -281,9 +279,8 @@ def export(run_dir: str, name: str, output: str | None, trust: bool) -> None:
     error = f"largest relative difference {outputs:.1g}" if outputs else "equal bits"
     _echo(f"{path}: {model.checkpoint}; its outputs match ({error})")
     if difference is not None:
-        source = "a picture of the test set" if picture else "a made-up picture"
-        text = f"{source}, prepared as its metadata say, has the probabilities of predict"
-        _echo(f"{text} (largest difference {difference:.1g})")
+        text = "a picture of the test set, prepared as its metadata say, has the probabilities of"
+        _echo(f"{text} predict (largest difference {difference:.1g})")
 
 
 @main.command()

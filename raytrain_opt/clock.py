@@ -19,14 +19,7 @@ def utc_now() -> str:
 
 
 class Stopwatch:
-    """Seconds of the named parts of a phase; parts of the same name add up.
-
-    >>> stopwatch = Stopwatch()
-    >>> with stopwatch.measure("load"):
-    ...     pass
-    >>> list(stopwatch.timings_s)
-    ['load']
-    """
+    """Seconds of the named parts of a phase; parts of the same name add up."""
 
     def __init__(self) -> None:
         self.timings_s: dict[str, float] = {}

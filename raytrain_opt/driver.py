@@ -71,7 +71,7 @@ class Run(Protocol[State]):
     def train_epoch(self, state: State, action: TrainEpoch) -> tuple[State, EpochLosses]:
         """Train the rest of the epoch on all workers; return the new state and the mean losses.
 
-        With `plateau_on: val_metric`, the negative score in place of the training loss. Raises
+        With shape plateau, the negative score in place of the training loss. Raises
         DivergedError if the loss is not finite.
         """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sysconfig
 import traceback
 import unicodedata
 from collections.abc import Callable, Sequence
@@ -12,7 +13,8 @@ from typing import Any
 # Controls, formats such as a change of direction, private use, surrogates, ends of lines.
 _ESCAPED = ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp")
 # Folders of code that is not the user's.
-_FOREIGN = ("site-packages", "<frozen", os.path.dirname(__file__))
+_LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib", "scripts")]
+_FOREIGN = ("<frozen", *(f"{path}/" for path in (os.path.dirname(__file__), *_LIBRARIES)))
 
 
 def printable(text: str, kept: str = "\n\t") -> str:
@@ -27,9 +29,13 @@ def printable(text: str, kept: str = "\n\t") -> str:
 
 def origin(error: BaseException) -> str:
     """Return file, line and function of the user's code that raised, else of the last frame."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not any(folder in f.filename for folder in _FOREIGN)]
-    return next((f"{f.filename}:{f.lineno} in {f.name}" for f in [*frames[-1:], *own][::-1]), "")
+    return user_frame(traceback.extract_tb(error.__traceback__))
+
+
+def user_frame(frames: Sequence[traceback.FrameSummary]) -> str:
+    """Return file, line and function of the innermost code of the user, else of any code."""
+    user = [frame for frame in frames if not frame.filename.startswith(_FOREIGN)]
+    return "".join(f"{f.filename}:{f.lineno} in {f.name}" for f in (user or frames)[-1:])
 
 
 class RaytrainOptError(Exception):
@@ -89,11 +95,6 @@ class DataError(RaytrainOptError):
         self.rule = rule
         super().__init__(f"{field}: {rule}", field, rule)
 
-    @property
-    def problem(self) -> Problem:
-        """The same error as a line of a JobError."""
-        return Problem(self.field, self.rule)
-
 
 def problems_of(check: Callable[[], object]) -> list[Problem]:
     """Return the problems that a check of a job raises; none if it returns."""
@@ -102,7 +103,7 @@ def problems_of(check: Callable[[], object]) -> list[Problem]:
     except JobError as error:
         return error.problems
     except DataError as error:
-        return [error.problem]
+        return [Problem(error.field, error.rule)]
     return []
 
 

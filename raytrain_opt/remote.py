@@ -6,8 +6,7 @@ has lost the run then finds another name there and ends.
 
 Every object that is smaller than a part of a multi-part upload is put on condition that it still
 has the version that this process wrote or fetched. If not, either another process writes the run,
-or an earlier writer or a repeated request of our own was late, and is overwritten. Objects are
-removed after the index is written, which a process that has lost the run cannot do.
+or an earlier request was late, and is overwritten.
 """
 
 from __future__ import annotations
@@ -108,8 +107,7 @@ class RunCopy:
     def fetch(self) -> None:
         """Copy the records and the checkpoints that the index names into the folder.
 
-        A run that was killed between two writes leaves checkpoints that no index names: they are
-        removed by the next `publish`. Raises errors of the storage.
+        The next `publish` removes other checkpoints. Raises errors of the storage.
         """
         index, index_version = self._read_index()
         named = set(re.findall(r"epoch-[-\w]+", index.decode(errors="replace")))

@@ -216,11 +216,9 @@ def remove(storage_path: str, name: str) -> None:
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary file next to `path`, then move it to `path`.
 
-    The file is then on the disk, also its name. Its mode follows the umask, whatever `write` does
-    (safetensors makes files that only their owner can read).
-
-    Raises StorageError naming the path; an earlier file stays. Creates no directory: if a run
-    directory vanished during the run, an empty one must not take its place.
+    The file is then on the disk, also its name; its mode follows the umask. Raises StorageError
+    naming the path; an earlier file stays. Creates no directory: if a run directory vanished
+    during the run, an empty one must not take its place.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

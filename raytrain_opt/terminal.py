@@ -90,22 +90,16 @@ def epoch_text(record: EpochRecord) -> str:
     loss = "–" if record.train_loss is None else f"{record.train_loss:.4f}"
     metric = record.metric
     test = f"test {metric.name} {metric.text(record.test_metric)}  " if metric else ""
-    left_s = (record.epochs - record.epoch) * _next_epoch_s(record)
+    # Of the first epoch without the start of the run and its search.
+    parts = ("main_train_s", "evaluate_s", *(["pretrain_s"] if record.epoch > 1 else []))
+    next_epoch_s = sum(record.timings_s.get(part) or 0.0 for part in parts)
+    left_s = (record.epochs - record.epoch) * next_epoch_s
     left = f"  about {_rounded(left_s)} left" if left_s >= 1 else ""
     speed = f"{record.samples_per_s:,.0f} samples/s"
     return (
         f"epoch {record.epoch}/{record.epochs}  lr {record.lr:.4g}  train loss {loss}  "
         f"{test}{speed}  {record.duration_s:.1f} s{left}"
     )
-
-
-def _next_epoch_s(record: EpochRecord) -> float:
-    """Return the seconds that an epoch like this one takes, without a run's start and search.
-
-    A search after the first epoch is one of each epoch.
-    """
-    parts = ("main_train_s", "evaluate_s", *(["pretrain_s"] if record.epoch > 1 else []))
-    return sum(record.timings_s.get(part) or 0.0 for part in parts)
 
 
 def _rounded(seconds: float) -> str:

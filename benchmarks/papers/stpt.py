@@ -18,7 +18,7 @@ mix                     warm-up, narrow, middle, wide: table 4, boundaries scale
 reference               0.1, divided by 10 on plateaus, no warm-up: the product's `shape: plateau`,
                         when the accuracy on the validation split has had no new best value for
                         more than a tenth of the epochs in a row (the paper: when accuracy
-                        saturates, no rule given); `reference_loss`: no new lowest training loss
+                        saturates, no rule given)
 cifar_job               Mix at the rate of jobs/cifar100_resnet50_stpt.yaml, 0.0125 for 32 images
 local                   Mix with `candidate_batch: local`, as the paper describes it: 8 workers,
                         a candidate trains on the share of one of them
@@ -91,8 +91,7 @@ def rows(epochs: int) -> dict[str, tuple[str, ...]]:
     mix = searches["mix"]
     return {
         **searches,
-        "reference": _reference(epochs, "val_metric"),
-        "reference_loss": _reference(epochs, "train_loss"),
+        "reference": _reference(epochs),
         "cifar_job": (*mix, f"learning_rate.initial={CIFAR_RATE}"),
         "local": (*mix, "learning_rate.candidate_batch=local"),
         **{
@@ -112,9 +111,9 @@ def _alpha(row: str) -> float:
     return int(pct) / 100 if row != pct and pct != "8" else ALPHA
 
 
-def _reference(epochs: int, plateau_on: str) -> tuple[str, ...]:
-    plateau = f"plateau_on: {plateau_on}, patience: {max(1, round(PATIENCE * epochs))}"
-    section = f"{{policy: schedule, shape: plateau, {plateau}, initial: {RATE}}}"
+def _reference(epochs: int) -> tuple[str, ...]:
+    patience = max(1, round(PATIENCE * epochs))
+    section = f"{{policy: schedule, shape: plateau, patience: {patience}, initial: {RATE}}}"
     return (_SGD, f"learning_rate={section}")
 
 

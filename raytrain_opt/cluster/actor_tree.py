@@ -1,9 +1,8 @@
 """End an actor with everything it started: actors, their processes, their placement groups.
 
 Ray ends the actors that a dead process owned, but keeps the placement groups that they created
-until the driver ends. A Ray Train controller may create one at any moment of a restart, also after
-a first look found none. So the order matters: first the actors are gone, then their processes,
-then the groups that they created are removed, and the table is read again until none is left.
+until the driver ends. A Ray Train controller may create one until its process is gone, so groups
+are removed after the processes, and looked for again until none is left.
 """
 
 from __future__ import annotations

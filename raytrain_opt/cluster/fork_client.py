@@ -34,15 +34,13 @@ def split_arguments(arguments: list[str]) -> tuple[list[str], dict[str, str]] | 
             own.append(argument)
     context = json.loads(setup["--serialized-runtime-env-context"] or "{}")
     variables: dict[str, str] = context.pop("env_vars", {})
-    if setup["--language"] != "PYTHON" or any(
-        value and value != sys.executable for value in context.values()
-    ):
-        return None
-    if not all(
-        name.startswith("RAY_") or os.environ.get(name) == variables[name] for name in variables
-    ):
-        return None
-    return own, variables
+    others = {name for name in variables if not name.startswith("RAY_")}
+    fits = (
+        setup["--language"] == "PYTHON"
+        and all(not value or value == sys.executable for value in context.values())
+        and all(os.environ.get(name) == variables[name] for name in others)
+    )
+    return (own, variables) if fits else None
 
 
 def _request_fork(arguments: list[str], variables: dict[str, str]) -> bool:

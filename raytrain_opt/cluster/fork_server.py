@@ -1,7 +1,7 @@
 """Start the processes of a local Ray as forks of one process that has imported torch already.
 
-Imports are most of what a worker or slot does before it computes: at the start of a run, and again
-when it is restarted after its death. A fork has them within milliseconds, and shares their memory.
+Imports are most of what a worker or slot does before it computes. A fork has them within
+milliseconds, and shares their memory.
 
 Ray runs `fork_client`, which sends the arguments, environment and output files of a new process to
 the server (`python -m raytrain_opt.cluster.fork_server`); the server forks. It does not import

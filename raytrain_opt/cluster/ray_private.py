@@ -75,12 +75,10 @@ def root_cause(error: BaseException) -> tuple[int | None, BaseException]:
 def as_local_node(limit_s: float) -> Iterator[None]:
     """Let a Ray that is started inside the block serve this machine alone.
 
-    It is reachable from this machine only. Ray listens on all interfaces unless its node's address
-    is 127.0.0.1, and accepts that address only where it supports no clusters (Windows and macOS):
-    `ENABLE_RAY_CLUSTER` is that switch. Signals to the driver's process group do not reach it:
-    `timeout`, Slurm and systemd send SIGTERM to all processes at once, and without Ray's control
-    service the driver could neither end its pools nor itself. It has no API server, which would
-    only send statistics of use to Ray's developers. It may take `limit_s` to start, not only 30 s.
+    Ray listens on all interfaces unless its node's address is 127.0.0.1, and accepts that address
+    only where it supports no clusters: `ENABLE_RAY_CLUSTER` is that switch. Signals to the
+    driver's process group (of `timeout`, Slurm and systemd) do not reach it: the driver ends its
+    pools by Ray's control service. It has no API server, and may take `limit_s` to start.
     """
     get_node: Any = services.get_node
 
@@ -106,9 +104,8 @@ def as_local_node(limit_s: float) -> Iterator[None]:
 def with_python_path(entries: Sequence[str]) -> JobConfig:
     """Return the configuration of a job whose processes import from these folders, too.
 
-    They have a driver's script folder, working directory and PYTHONPATH, but not what a script
-    added to `sys.path`. Ray puts each folder before the ones before it, so they go last to first,
-    and without those that every interpreter has: a folder of packages must not come before it.
+    Such as those that a script added to `sys.path`. Ray puts each folder before the ones before
+    it, so they go last to first, and without those that every interpreter has.
     """
     everywhere = {sysconfig.get_path(n) for n in ("stdlib", "platstdlib", "purelib", "platlib")}
     own = [e for e in map(os.path.abspath, entries) if e not in everywhere and os.path.isdir(e)]

@@ -1,14 +1,12 @@
-"""Which Ray resources the two pools ask for, and whether the cluster has them. Pure.
+"""Plan which Ray resources workers and slots ask for; wait until the cluster has them.
 
-The pools take turns, so a worker and a slot use the same GPU or CPU: a worker asks for 0.6 of it,
-a slot for 0.4. More than half, so that two workers never land on one GPU (NCCL fails). Without
-slots, a worker asks for a complete GPU.
-
-A job that does not fit yet waits for other jobs, and for nodes that are on their way.
+Workers and slots take turns on the same GPU or CPU: a worker asks for 0.6 of it, a slot for 0.4.
+More than half, so that two workers never land on one GPU (NCCL fails). Without slots, a worker
+asks for a complete GPU.
 
 Ray has no call that says whether nodes can still join. `ray up` leaves its file on the head, where
-drivers run: as long as the cluster has fewer nodes than the file allows, more may join. KubeRay
-leaves an environment variable. Without either, a job that does not fit is refused at once.
+drivers run, and KubeRay an environment variable. Without either, a job that does not fit is
+refused at once.
 """
 
 from __future__ import annotations
@@ -47,7 +45,6 @@ class PoolPlan:
     slot_resources: Resources = field(default_factory=dict)
     slots_per_node: int = 0
     workers_per_node: int = 1  # placed, on the node with most of them
-    notes: tuple[str, ...] = ()
 
 
 def plan_pools(job: Job, candidates: int, nodes: Sequence[Mapping[str, float]]) -> PoolPlan:
@@ -71,15 +68,11 @@ def plan_pools(job: Job, candidates: int, nodes: Sequence[Mapping[str, float]]) 
             "slots.resources or workers.resources, for fewer workers, or use "
             "learning_rate.search_on: workers."
         )
-    waves = math.ceil(candidates / placed)
-    slots_text = "1 slot" if placed == 1 else f"{placed} slots"
-    note = f"{candidates} candidates run in {waves} waves over {slots_text}"
     return replace(
         plan,
         slots=placed,
         slot_resources=slot,
         slots_per_node=math.ceil(placed / len(free)),
-        notes=(note,) if waves > 1 else (),
     )
 
 

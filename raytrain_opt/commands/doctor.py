@@ -174,5 +174,4 @@ def _check_room(job: Job) -> Finding:
     except ResourcesError as error:
         remedy = "change the job; a run waits until timeouts.start_s for nodes that come later"
         return Finding("room", "error", str(error), remedy)
-    result = f"{plan.workers} workers and {plan.slots} slots fit"
-    return Finding("room", "ok", "; ".join((result, *plan.notes)))
+    return Finding("room", "ok", f"{plan.workers} workers and {plan.slots} slots fit")

@@ -52,20 +52,20 @@ def export(
 ) -> tuple[float, float | None]:
     """Write the network as format `name`; return the largest differences that its check measured.
 
-    Of outputs, in parts of the largest one; and of the probabilities of a picture prepared as the
-    file's metadata say, by another library, to what `predict` says; None for other inputs. `model`
-    is on the CPU. `picture`: an image file; default is one that is made up. `batches`: of
-    `_BATCH_SIZES` samples; default is random numbers. Raises JobError when packages for the format
-    are missing, RaytrainOptError when the network cannot be exported or computes something else;
-    then no file is written.
+    Of outputs, in parts of the largest one; and of the probabilities of `picture`, an image file
+    that is prepared as the file's metadata say, by another library, to what `predict` says; None
+    without one. `model` is on the CPU. `batches`: of `_BATCH_SIZES` samples; default is random
+    numbers. Raises JobError when packages for the format are missing, RaytrainOptError when the
+    network cannot be exported or computes something else; then no file is written.
     """
     generator, shape = torch.Generator().manual_seed(0), model.sample_shape
     inputs = batches or [torch.randn(n, *shape, generator=generator) for n in _BATCH_SIZES]
     try:
         content, exported = FORMATS[name](model, inputs)
         difference = max(_difference(model.network, exported, x) for x in inputs)
-        is_image = model.preprocessing.is_image and model.task.is_classification
-        from_file = _file_difference(model, exported, picture) if is_image else None
+        from_file = None
+        if picture and model.preprocessing.is_image and model.task.is_classification:
+            from_file = _file_difference(model, exported, picture)
     except ImportError as error:
         rule = f"needs packages that are not installed: {error}"
         hint = "pip install 'raytrain_opt[onnx]'"
@@ -108,15 +108,13 @@ def first_test_samples(run: str, trust: bool) -> tuple[bytes | None, list[Tensor
         return None, []
 
 
-def _file_difference(model: TrainedModel, exported: Run, picture: bytes | None) -> float:
+def _file_difference(model: TrainedModel, exported: Run, picture: bytes) -> float:
     """Return how far the probabilities of an image file differ from those of `predict`.
 
     Raises RaytrainOptError if its prepared pixels do: then the metadata describe something else.
     """
     _, height, width = model.sample_shape
-    image = _waves(height, width)
-    if picture is not None:
-        image = ImageOps.exif_transpose(Image.open(io.BytesIO(picture))).convert("RGB")
+    image = ImageOps.exif_transpose(Image.open(io.BytesIO(picture))).convert("RGB")
     # A decoder halves larger ones, which other libraries do not.
     factor = max(1, min(image.height // (2 * height), image.width // (2 * width)))
     small = image.reduce(factor)
@@ -131,14 +129,7 @@ def _file_difference(model: TrainedModel, exported: Run, picture: bytes | None) 
         )
     with torch.no_grad():
         output = exported(prepare(image, steps)).float().softmax(dim=1)
-    return float((output - model.probabilities([picture or image])).abs().max())
-
-
-def _waves(height: int, width: int) -> Image.Image:
-    """Return a smooth picture that is not square."""
-    rows, columns = np.mgrid[0 : height * 5 // 4, 0 : width * 3 // 2] / (width * 3 // 2)
-    waves = [np.sin(9 * rows + phase) * np.cos(7 * columns) for phase in (0.0, 1.0, 2.0)]
-    return Image.fromarray((127.5 * (1 + np.stack(waves, 2))).astype(np.uint8))
+    return float((output - model.probabilities([picture])).abs().max())
 
 
 def prepare(image: Image.Image, steps: Mapping[str, Any]) -> Tensor:

@@ -6,7 +6,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +38,6 @@ class Prediction:
     error: str | None = None
     values: Mapping[str, Any] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the prediction for scripts."""
-        if self.error is not None:
-            return {"image": self.image, "error": self.error}
-        classes = [{"name": name, "probability": value} for name, value in self.classes]
-        values = {"values": dict(self.values)} if self.values else {}
-        return {"image": self.image, "classes": classes, **values}
-
     def line(self) -> str:
         """Return a line for the terminal."""
         texts = [f"{name} {100 * value:.1f} %" for name, value in self.classes]
@@ -64,7 +56,7 @@ def print_predictions(
         if not as_json:
             print(printable(prediction.line(), kept=""), flush=True)
     if as_json:
-        rows = [prediction.to_json() for prediction in printed]
+        rows = [{k: v for k, v in asdict(prediction).items() if v} for prediction in printed]
         print(json.dumps({"checkpoint": checkpoint, "predictions": rows}))
     return not any(prediction.error for prediction in printed)
 
@@ -145,7 +137,7 @@ def _find_images(argument: str, left_out: Counter[str]) -> list[str]:
         root = Path(argument).expanduser()
         if root.is_file():
             return [argument]
-        files = list(image_paths(root, left_out)) if root.is_dir() else []
+        files = [path for path, _ in image_paths(root, left_out)] if root.is_dir() else []
     except OSError as error:
         rule = f"cannot be read: {error.strerror}"
         raise JobError([Problem("IMAGE", rule, repr(argument))], "arguments") from None

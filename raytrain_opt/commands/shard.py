@@ -24,16 +24,16 @@ def write_shards(
     """Pack every folder below `folder` into shards below `output`, a folder or a URI.
 
     The samples are shuffled once, so that each shard has all classes. Returns the pattern of each
-    folder's shards. Raises DataError for folders without images or with different classes, and for
-    an output with shards that would not be replaced; StorageError.
+    folder's shards. Raises DataError for folders without images or with different classes;
+    StorageError.
     """
     patterns: list[str] = []
     sets: dict[str, ImageFiles] = {}
     classes: Sequence[str] = ()
-    left_out = Counter[str]()
+    left_out, seen = Counter[str](), dict[str, str]()
     for split in class_folders(folder, left_out):
         try:
-            files = list_folder(folder / split, left_out)
+            files = list_folder(folder / split, left_out, seen)
         except OSError as error:
             raise DataError(f"{folder}/{split}", f"has no usable images: {error}") from error
         classes = classes or files.classes
@@ -44,15 +44,11 @@ def write_shards(
     for note in left_out_note(left_out):
         on_shard(note)
     shards = {name: _divide(files, max_bytes) for name, files in sets.items()}
-    names = {_shard_name(name, n) for name, parts in shards.items() for n in range(len(parts))}
-    if surplus := sorted(_shards_in(output) - names):
-        rule = f"holds {len(surplus)} shards of another set, as {surplus[0]}"
-        raise DataError(output, f"{rule}; remove them, or choose an empty folder")
     if sets:
         storage.write(output, CLASSES, "\n".join(classes).encode())
     for name, parts in shards.items():
         for number, samples in enumerate(parts):
-            shard = _shard_name(name, number)
+            shard = f"{name}-{number:06}.tar"
             _write_shard(sets[name], samples, output, shard)
             on_shard(shard)
         patterns.append(storage.join(output, f"{name}-{{000000..{len(parts) - 1:06}}}.tar"))
@@ -66,19 +62,6 @@ def _divide(files: ImageFiles, max_bytes: int) -> list[list[int]]:
     # Without empty ones, and numbered without gaps: a large image may fill several.
     _, starts = np.unique(sizes // max_bytes, return_index=True)
     return [part.tolist() for part in np.split(order, starts[1:])]
-
-
-def _shard_name(split: str, number: int) -> str:
-    return f"{split}-{number:06}.tar"
-
-
-def _shards_in(output: str) -> set[str]:
-    """Return the names of the shards in a folder. Raises StorageError."""
-    if not storage.is_remote(output):
-        return {path.name for path in storage.local_path(output).glob("*.tar")}
-    with storage.storage_errors(f"{output} cannot be read"):
-        objects = obstore.list_with_delimiter(storage.open_store(output))["objects"]
-    return {found["path"] for found in objects if found["path"].endswith(".tar")}
 
 
 def _write_shard(files: ImageFiles, samples: list[int], output: str, name: str) -> None:

@@ -17,6 +17,7 @@ from raytrain_opt.config.section import (
     NamedSection,
     NameOrFunction,
     NameOrInstance,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
     Section,
@@ -29,17 +30,26 @@ _MAX_VALIDATION_SAMPLES = 5000
 DATA_NAMES = (*ARRAY_SETS, "arrays", "image_folder", "shards")
 
 
-PolicyName = Literal["none", "rand_augment", "trivial_augment"]
+class BatchAugment(Section):
+    """Random changes to training samples, on top of the crop and flip of image folders."""
 
-
-class FileAugment(Section):
-    """Random changes to training samples, on top of the crop and flip of image files."""
-
-    policy: PolicyName = "none"
+    policy: Literal["none", "rand_augment", "trivial_augment"] = "none"
     """torchvision's RandAugment or TrivialAugmentWide, for uint8 images of 1 or 3 channels."""
+    random_erasing: Fraction = 0.0
+    """Probability that a box of 2 to 33 % of an image is erased."""
+    mixup: Annotated[NonNegativeFloat, Field(le=100)] = 0.0
+    """alpha of Beta(alpha, alpha), e.g. 0.2, for floats and images. 0: no mixup. A sample is mixed
+    with one of its own micro-batch, so results differ with the number of workers."""
+    cutmix: Annotated[NonNegativeFloat, Field(le=100)] = 0.0
+    """alpha as for mixup, e.g. 1. 0: no cutmix. With both, each half of the steps."""
+
+    @property
+    def mixes(self) -> bool:
+        """Whether samples and their labels are mixed with others."""
+        return bool(self.mixup or self.cutmix)
 
 
-class Augment(FileAugment):
+class Augment(BatchAugment):
     """Random changes to training images; applied to batches on the device for in-memory sets."""
 
     crop_padding: NonNegativeInt = Field(0, le=64)
@@ -83,25 +93,22 @@ class _DataSection(NamedSection):
 
     validation_fraction: Fraction | None = None
     """Fraction of the training set held out to score candidates (the validation split), at most
-    5,000 samples: during the whole training, or with policy stpt_horizon during the search and,
-    with `weight_decay: auto`, half of the training. Default: 0.1, or 0 with policies without
-    candidates that do not follow it (`learning_rate.plateau_on`)."""
+    5,000 samples: during the training, or with policy stpt_horizon during the search and, with
+    `weight_decay: auto`, half of the training. Default: 0.1 where something is decided by it."""
     sampler: NameOrFunction = "random"
     """Samples of an epoch. random: each once. balanced: equally many of each class, so those of
-    small classes come several times, some of large classes in later epochs. Or
-    package.module:function: called with (samples, epoch, random), the numbers of the samples to
-    train on and a numpy Generator, it returns as many of them, in the order to train."""
+    small classes come several times. Or package.module:function: called with (samples, epoch,
+    random), the numbers of the samples and a numpy Generator, it returns as many of them in the
+    order to train."""
     drop_last: bool = True
-    """Leave out the samples of an epoch that do not fill a global batch; they differ from epoch to
-    epoch. false: they are a last, smaller update."""
+    """Leave out the samples of an epoch, others each time, that do not fill a global batch. false:
+    they are a last, smaller update."""
     normalize: Literal["auto", "none"] | tuple[list[Float], list[Float]] = "auto"
-    """auto: use the mean and standard deviation of each channel over the training set (for
-    image_folder those of ImageNet; float arrays are not normalized). none: do not normalize.
-    [[means], [deviations]]: use these, for values scaled to 0..1."""
+    """auto: by mean and standard deviation of each channel over the training set (image_folder: of
+    ImageNet; not of float arrays). [[means], [deviations]]: by these, for values in 0..1."""
 
     @property
     def is_balanced(self) -> bool:
-        """Whether an epoch has equally many samples of each class."""
         return self.sampler == "balanced"
 
     def files(self) -> Iterable[tuple[str, str]]:
@@ -109,7 +116,6 @@ class _DataSection(NamedSection):
         return ()
 
     def broken_rules(self) -> Iterator[BrokenRule]:
-        """Refuse samplers that do not exist."""
         if self.sampler not in ("random", "balanced") and not is_function_name(self.sampler):
             yield "sampler", "must be random, balanced or package.module:function"
 
@@ -153,13 +159,13 @@ class LoaderSection(_DataSection):
     on_nodes: ClassVar[bool] = True
 
     loader_workers: Literal["auto"] | Annotated[NonNegativeInt, Field(le=256)] = "auto"
-    """Loader processes per worker and slot; 0: load in the process itself. auto: one for each of
-    its compute threads (workers.threads), at most 4."""
-    augment: FileAugment = Field(default_factory=FileAugment)
+    """Loader processes per worker and slot; 0: load in the process itself. auto: 2, and more when
+    loading a batch takes longer than computing one, up to its compute threads
+    (workers.threads)."""
+    augment: BatchAugment = Field(default_factory=BatchAugment)
     """Applied to samples as they are read."""
     on_unreadable: Literal["error", "skip"] = "error"
-    """A sample that cannot be read. error: stop and name it; skip: leave it out; the
-    report counts those of the training."""
+    """A sample that cannot be read. error: stop and name it; skip: leave it out."""
 
 
 class ImageFolderData(LoaderSection):
@@ -169,8 +175,8 @@ class ImageFolderData(LoaderSection):
     root: LocalPath
     """Folder of the images, at the same path on every node."""
     labels: Location | None = None
-    """Path or URI of a CSV file with the columns file (below root), label, and split (train or
-    test). Default: the folders of the images are splits and labels."""
+    """Path or URI of a CSV file with the columns file (below root), label, and split (train, val
+    or test). Default: the folders of the images are splits and labels."""
     train_split: Location = "train"
     """Folder of the training set, below root."""
     test_split: Location = "val"
@@ -188,20 +194,13 @@ class ImageFolderData(LoaderSection):
         for split in ("train_split", "test_split"):
             yield f"data.{split}", f"{self.root}/{getattr(self, split)}"
 
-    def broken_rules(self) -> Iterator[BrokenRule]:
-        """Refuse folders of splits beside a file that names the split of each image."""
-        yield from super().broken_rules()
-        if self.labels is not None and (self.train_split, self.test_split) != ("train", "val"):
-            yield "labels", "has a column split; remove train_split and test_split"
-
 
 class ShardsData(LoaderSection):
     """Images in tar files (WebDataset format), local or in an object storage."""
 
     name: Literal["shards"]
     train: Location
-    """Path (the same on every node) or URI of the training shards, {000..511} for numbers.
-    `raytrain-opt shard` makes shards of a folder."""
+    """Path or URI of the training shards, {000..511} for numbers; see `raytrain-opt shard`."""
     test: Location
     """The shards of the test set."""
     image_size: PositiveInt = Field(224, le=4096)
@@ -229,8 +228,8 @@ class DatasetData(LoaderSection):
     """package.module:function, which makes a batch of a list of samples, such as padded texts.
     Default: collate_fn of the training Dataset, else the stacked samples."""
     group_by_length: PositiveInt | None = None
-    """Number of global batches whose samples are sorted by length together, such as 50, so that
-    batches need little padding. Needs `lengths` of the training Dataset. Default: not sorted."""
+    """Number of global batches, such as 50, whose samples are sorted by length, so that batches
+    need little padding. Needs `lengths` of the training Dataset. Default: not sorted."""
 
 
 def _data_kind(value: Any) -> str | None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from raytrain_opt.config.section import (
     BrokenRule,
@@ -48,16 +48,11 @@ class Warmup(Section):
     shape: Literal["linear", "constant"] = "linear"
     """How the rate changes during the warm-up."""
 
-    def start_lr(self, initial: float) -> float:
-        """Return the rate at the start of a warm-up to `initial`."""
-        return initial / 20 if self.lr is None else self.lr
-
     def length(self, steps_per_epoch: int) -> int:
         """Return the length in updates."""
         return self.epochs * steps_per_epoch if self.steps is None else self.steps
 
     def broken_rules(self) -> Iterator[BrokenRule]:
-        """Refuse two lengths."""
         if self.steps is not None and self.epochs:
             yield "steps", "is given in place of epochs; remove one of the two"
 
@@ -114,11 +109,6 @@ class _Policy(Section):
         """Whether the rate may stay constant after the warm-up."""
         return self.is_found
 
-    @property
-    def fits_any_length(self) -> bool:
-        """Whether a training may last a time in place of a number of epochs."""
-        return self.policy != "replay" and (self.decays or self.can_be_constant)
-
 
 class StptPolicy(_Policy):
     """Choose the rate of each epoch by training candidates for a few steps (Yamada et al.)."""
@@ -131,7 +121,7 @@ class StptPolicy(_Policy):
     scaling: Scaling | None = Field(None, description=_SCALING)
     candidates: (
         Literal["narrow", "middle", "wide", "alpha_study", "mix"]
-        | Annotated[list[PositiveFloat], Field(max_length=100)]
+        | Annotated[list[PositiveFloat], Field(min_length=1, max_length=100)]
     ) = "mix"
     """Multipliers of the base rate: a set of the paper, its Mix schedule (boundaries scaled to the
     number of epochs), or a list of your own."""
@@ -144,15 +134,7 @@ class StptPolicy(_Policy):
     warmup: Warmup | None = None
     """Warm-up without candidates. Default: 4/40 of the epochs for mix, else none."""
 
-    @field_validator("candidates")
-    @classmethod
-    def _refuse_empty_and_repeated(cls, value: Any) -> Any:
-        if isinstance(value, list) and (not value or len(set(value)) != len(value)):
-            raise ValueError("give at least one multiplier, each of them once")
-        return value
-
     def broken_rules(self) -> Iterator[BrokenRule]:
-        """Refuse a warm-up that ends within an epoch."""
         if self.warmup is not None and self.warmup.steps is not None:
             yield "warmup.steps", "is for policy schedule; give whole epochs"
 
@@ -210,24 +192,19 @@ class SchedulePolicy(_Policy):
     initial: PositiveFloat = 0.1
     """Rate after the warm-up, the peak of the schedule."""
     scaling: Scaling | None = Field(None, description=_SCALING)
-    shape: Literal[
-        "constant", "multistep", "plateau", "linear", "polynomial", "cosine", "arc_cotangent"
-    ] = "cosine"
+    shape: Literal["constant", "multistep", "plateau", "linear", "cosine", "arc_cotangent"] = (
+        "cosine"
+    )
     """How the rate falls after the warm-up."""
     final: NonNegativeFloat = 0.0
-    """Rate at the end (linear, polynomial, cosine)."""
+    """Rate at the end (linear, cosine)."""
     gamma: PositiveFloat = 0.1
     """Factor of the rate at each step (multistep, plateau)."""
     milestones: list[PositiveInt] = Field(default_factory=list)
     """Epochs after which the rate is multiplied (multistep)."""
     patience: PositiveInt = 4
-    """The rate drops after more epochs in a row than this without a new best value of `plateau_on`
-    (plateau)."""
-    plateau_on: Literal["train_loss", "val_metric"] = "train_loss"
-    """train_loss: the mean training loss of an epoch; val_metric: the task's metric, such as
-    accuracy, on the validation split, which is then held out (plateau)."""
-    power: PositiveFloat = 2.0
-    """Exponent (polynomial)."""
+    """The rate drops after more epochs in a row than this without a new best value of the task's
+    metric, such as accuracy, on the validation split, which is then held out (plateau)."""
     half_epoch: PositiveFloat | None = None
     """Epoch, from the start of training, at which the rate is half of `initial` (arc_cotangent).
     Default: the middle of the epochs after the warm-up."""
@@ -238,26 +215,23 @@ class SchedulePolicy(_Policy):
 
     @property
     def follows_metric(self) -> bool:
-        return self.plateau_on == "val_metric"
+        return self.shape == "plateau"
 
     @property
     def decays(self) -> bool:
-        return self.shape in ("linear", "polynomial", "cosine")
+        return self.shape in ("linear", "cosine")
 
     @property
     def can_be_constant(self) -> bool:
         return self.shape == "constant"
 
     def broken_rules(self) -> Iterator[BrokenRule]:
-        """Refuse milestones of other shapes, and a half rate within the warm-up."""
         if (self.shape == "multistep") != bool(self.milestones):
             yield "milestones", "are for shape multistep only, which needs at least one"
         if self.milestones != sorted(set(self.milestones)):
             yield "milestones", "must increase"
         if self.half_epoch is not None and self.half_epoch <= self.warmup.epochs:
             yield "half_epoch", f"is within the warm-up of {self.warmup.epochs} epochs"
-        if self.plateau_on == "val_metric" and self.shape != "plateau":
-            yield "plateau_on", "is for shape plateau only"
 
 
 class ReplayPolicy(_Policy):

@@ -87,12 +87,8 @@ def flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def job_schema() -> dict[str, Any]:
     """Return the JSON schema of a job file, for editors and other programs."""
-    schema = Job.model_json_schema()
-    for section in (schema, *schema["$defs"].values()):
-        for field in section["properties"].values():
-            if "description" in field:  # of several lines where the source has several
-                field["description"] = " ".join(field["description"].split())
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+    url = "https://json-schema.org/draft/2020-12/schema"
+    return {"$schema": url, **Job.model_json_schema()}
 
 
 def _read_text(path: Path) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from raytrain_opt.config.data import FileAugment
+from raytrain_opt.config.data import BatchAugment
 from raytrain_opt.config.section import BrokenRule
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def _needing_common_steps(job: Job) -> list[str]:
         "average": job.average is not None,
         "batch_norm.recalibrate_batches": job.batch_norm.recalibrate_batches,
         "precision": job.precision == "fp16",  # overflows change the scale of all
-        "workers.count": job.workers.can_shrink,
+        "workers.count": job.workers.min_workers < job.workers.size,
     }
     return [path for path, is_used in settings.items() if is_used]
 
@@ -52,8 +52,10 @@ def _length_rules(job: Job) -> Iterator[BrokenRule]:
         yield "epochs", "is required, or train_for in its place"
     if epochs and job.train_for:
         yield "train_for", "is given in place of epochs; remove one of the two"
-    if job.train_for and not job.learning_rate.fits_any_length:
-        shapes = "schedule of shape constant, linear, polynomial or cosine"
+    section = job.learning_rate
+    fits_any_length = section.policy != "replay" and (section.decays or section.can_be_constant)
+    if job.train_for and not fits_any_length:
+        shapes = "schedule of shape constant, linear or cosine"
         yield "train_for", f"needs policy stpt_horizon, or {shapes}"
     if job.train_for and ramp:
         yield "batch_ramp", "needs a number of epochs, and the job gives train_for"
@@ -80,9 +82,11 @@ def _data_rules(job: Job) -> Iterator[BrokenRule]:
             yield "data.sampler", "balanced needs the labels of task: classification"
         if job.loss != type(job.loss)():
             yield "loss", "belongs to task: classification; a task of your own returns its loss"
-    if job.gives_own_samples:
+        if data.augment.mixes:
+            yield "data.augment", "mixup and cutmix need the labels of task: classification"
+    if data.any_samples and not job.task.is_classification:
         rule = "a task of your own gets the samples as they are; change your Dataset"
-        if data.augment != FileAugment():
+        if data.augment != BatchAugment():
             yield "data.augment", rule
         if data.normalize != "auto":
             yield "data.normalize", rule

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -58,10 +57,9 @@ class ModelSection(NamedSection):
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the model's constructor or function."""
     weights: Location | None = None
-    """Weights to start from: a file (safetensors, or a state_dict of torch), a folder of timm
-    or transformers, a run directory or URI (its latest checkpoint), or the name of torchvision's
-    weights for this network, such as IMAGENET1K_V1. A last layer for another number of classes
-    starts anew. Default: random ones."""
+    """A file (safetensors, or a state_dict of torch), a folder of timm or transformers, a run
+    directory or URI, or the name of torchvision's weights for this network, such as IMAGENET1K_V1.
+    A last layer for another number of classes starts anew. Default: random weights."""
     freeze: list[str] = Field(default_factory=list)
     """Patterns of parameter names that are not trained, such as layer1.*; BatchNorm layers among
     them keep their statistics."""
@@ -78,7 +76,6 @@ class TaskSection(NamedSection):
 
     @property
     def is_classification(self) -> bool:
-        """Whether it is the built-in task."""
         return self.name == CLASSIFICATION
 
     def require_classification(self, purpose: str, hint: str | None = None) -> None:
@@ -101,7 +98,6 @@ class LossSection(NamedSection):
     / (classes x samples of the class) of the training set. Default: 1."""
 
     def broken_rules(self) -> Iterator[BrokenRule]:
-        """Refuse settings of cross_entropy for a loss of the user's own."""
         for name in ("label_smoothing", "class_weights"):
             if getattr(self, name) and self.name != "cross_entropy":
                 yield name, "applies to cross_entropy only; your own loss can do the same"
@@ -114,22 +110,12 @@ class CheckpointSection(Section):
     """
 
     every: PositiveInt | Duration = 60.0
-    """Time, such as 60s or 5min, or number of training steps (an integer) after which the next
-    checkpoint is saved, also within an epoch: what a failure costs at most."""
+    """Time, such as 5min, or number of steps (an integer) until the next checkpoint, also within
+    an epoch: what a failure costs at most."""
     every_epochs: PositiveInt = 1
     """Epochs between checkpoints. Of three sets, the best epoch so far is always saved."""
     keep: PositiveInt | Literal["all"] = 2
     """Number of latest checkpoints to keep, beside the one that is the best on the test set."""
-
-    @property
-    def every_s(self) -> float:
-        """The time in seconds; infinite where `every` is a number of steps."""
-        return math.inf if isinstance(self.every, int) else self.every
-
-    @property
-    def every_steps(self) -> float:
-        """The number of steps; infinite where `every` is a time."""
-        return self.every if isinstance(self.every, int) else math.inf
 
 
 class EvaluateSection(Section):
@@ -169,10 +155,9 @@ class StopSection(Section):
     accuracy, such as 0.93."""
     patience: PositiveInt | None = None
     """End after this many evaluated epochs without a better value. Only warns if the rate decays
-    to the end of the training, because most of the gain comes last."""
+    to the end, where most of the gain comes."""
 
     def broken_rules(self) -> Iterator[BrokenRule]:
-        """Refuse a section that never ends a run."""
         if self.target is None and self.patience is None:
             yield "target", "is required, unless patience is given"
 
@@ -199,21 +184,18 @@ class WorkersSection(Section):
     """The data-parallel workers of Ray Train."""
 
     count: PositiveInt | Literal["auto"] | CountRange = "auto"
-    """Number of workers, which share the global batch by speed. auto: as many as there
-    are free GPUs, or the largest number below that divides global_batch_size; without GPUs, 1.
-    {min: 2, max: 8}: continue with fewer when a node is lost, and with more, from the next epoch
-    on, when there is room again; the global batch stays."""
+    """Number of workers, which share the global batch by speed. auto: the free GPUs, or fewer so
+    that the number divides global_batch_size; without GPUs, 1. {min: 2, max: 8}: continue with
+    fewer when a node is lost, and with more from the next epoch on."""
     use_gpu: bool | Literal["auto"] = "auto"
     """auto: use GPUs if the cluster has any, else the CPU."""
     resources: Resources | None = None
-    """Ray resources of each worker. Default: a GPU; where there are slots, 0.6 of it, so that a
-    slot fits on the same device and a second worker does not; on CPU, 0.6 of the CPUs per worker,
-    at most 0.6."""
+    """Ray resources of each worker. Default: a GPU, or 0.6 of it where there are slots, so that
+    one fits on the same device; on CPU, 0.6 of the CPUs per worker, at most 0.6."""
     threads: Annotated[PositiveInt, Field(le=1024)] | None = None
-    """Compute threads of a worker on CPU; slots share as many. Default: the cores of the node that
-    other programs leave idle at the start / count, or fewer, if training steps that are timed at
-    the start are as fast with fewer; on a Ray that runs already, its cores / count; on one
-    machine, OMP_NUM_THREADS if it is set. A resume keeps the number."""
+    """Compute threads of a worker on CPU; slots share as many. Default: OMP_NUM_THREADS on one
+    machine; else the cores of the node / count, or fewer if timed steps are as fast; on a Ray that
+    runs already, its cores / count. A resume keeps the number."""
 
     @property
     def size(self) -> int:
@@ -228,17 +210,11 @@ class WorkersSection(Section):
         return self.count.min if isinstance(self.count, CountRange) else self.size
 
     @property
-    def can_shrink(self) -> bool:
-        """Whether the job may continue with fewer workers."""
-        return self.min_workers < self.size
-
-    @property
     def is_given(self) -> bool:
         """Whether the job says how many workers there are, at most."""
         return self.count != "auto"
 
     def broken_rules(self) -> Iterator[BrokenRule]:
-        """Refuse a minimum above the maximum."""
         if self.min_workers > self.size:
             yield "count.min", f"is more than max, {self.size}"
 
@@ -258,11 +234,10 @@ class TimeoutsSection(Section):
     start_s: Seconds = 600.0
     """Until all workers and slots are ready."""
     no_progress_s: Seconds = 900.0
-    """Without any progress of a worker, slot or probe that has a command, of the data that are
-    read at the start, or of a checkpoint that is written."""
+    """Without progress of a worker, slot or probe that has a command, of reading the data, or of
+    writing a checkpoint."""
     stop_s: Seconds = 20.0
-    """After Ctrl-C or SIGTERM: until the step that was reached is done. Then, and after a
-    training: until the pools have ended, before they are killed."""
+    """Until the current step is done after Ctrl-C or SIGTERM, and until the pools have ended."""
 
 
 class Job(Section):
@@ -291,9 +266,8 @@ class Job(Section):
     )
     """How the learning rate is chosen; without `policy` by stpt_horizon."""
     batch_size_search: BatchSizeSection | None = None
-    """Choose the batch size by probes before the training, and change global_batch_size and
-    learning_rate.initial accordingly; without `strategy` by throughput_knee. Default: no
-    search."""
+    """Choose global_batch_size by probes before the training, and change learning_rate.initial
+    accordingly; without `strategy` by throughput_knee. Default: no search."""
     parallel: ParallelSection = Field(default_factory=ParallelSection)
     """How workers exchange gradients."""
     optimizer: OptimizerChoiceSection = Field(default_factory=_default_optimizer)
@@ -301,11 +275,10 @@ class Job(Section):
     synchronous workers, else SGD."""
     average: Literal["auto"] | Fraction | None = Field(default_factory=_default_average)
     """Evaluate and save an exponential moving average of the weights, with BatchNorm statistics
-    taken at it; the training continues from its own. A number: weight of the average so far in
-    each update, at most (1 + t) / (10 + t) in update t; 0.99 averages over about 100 updates.
-    auto: it covers a quarter of the updates so far, times rate / highest rate, so that it ends
-    with the weights themselves where the rate falls to 0. Default: auto with policies
-    stpt_horizon and replay, unless the optimizer averages itself, else null: no average."""
+    taken at it. A number: weight of the average so far in each update, at most (1 + t) / (10 + t)
+    in update t; 0.99 averages over about 100 updates. auto: over a quarter of the updates so far,
+    times rate / highest rate. Default: auto with policies stpt_horizon and replay, unless the
+    optimizer averages itself, else null: no average."""
     batch_norm: BatchNormSection = Field(default_factory=BatchNormSection)
     """Running averages of batch normalization."""
     batch_ramp: list[RampStep] = Field(default_factory=list)
@@ -318,9 +291,9 @@ class Job(Section):
     seed: NonNegativeInt = Field(0, lt=2**63)
     """Seed of weights, sample order, augmentation and splits."""
     precision: Precision = "auto"
-    """auto: bf16 on GPUs that have it, else fp32. fp32: on GPUs with TF32 for matrices and
-    convolutions, fp32_strict: without. bf16, fp16: automatic mixed precision. With fp16, all
-    optimizers but SGD, Adam and AdamW wait for the GPU in each step."""
+    """auto: bf16 on GPUs that have it, else fp32. fp32: on GPUs with TF32, fp32_strict: without.
+    bf16, fp16: automatic mixed precision. With fp16, all optimizers but SGD, Adam and AdamW wait
+    for the GPU in each step."""
     channels_last: bool = True
     """Use the channels_last memory format for images and convolutions."""
     compile: Compile = "auto"
@@ -336,8 +309,8 @@ class Job(Section):
     stop: StopSection | None = None
     """When the training ends early. Default: never."""
     resume: Literal["never", "auto"] = "never"
-    """auto: resume the newest unfinished run of this name below storage_path that has a
-    checkpoint; if there is none, start a new run. never: start a new run."""
+    """auto: resume the newest unfinished run of this name that has a checkpoint, if there is one.
+    never: start a new run."""
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     """Which checkpoints are saved and kept."""
     evaluate: EvaluateSection = Field(default_factory=EvaluateSection)
@@ -348,8 +321,8 @@ class Job(Section):
     tracking: TrackingSection | None = None
     """Trackers that follow the run. Default: none."""
     max_restarts: NonNegativeInt = 3
-    """How often the worker group, and each slot, is restarted after a process died. If a slot dies
-    once more, the other slots train its candidates; if the worker group does, the run ends."""
+    """How often the worker group, and each slot, is restarted after a process died. Then the run
+    ends, or the other slots train the candidates."""
     timeouts: TimeoutsSection = Field(default_factory=TimeoutsSection)
     """Time limits, in seconds."""
 
@@ -366,11 +339,6 @@ class Job(Section):
     def optimizers(self) -> tuple[OptimizerSection, ...]:
         """The optimizers that the search chooses from; without such a choice, the only one."""
         return self.optimizer.choices
-
-    @property
-    def rate_decays(self) -> bool:
-        """Whether the rate falls until the last epoch."""
-        return self.learning_rate.decays and not all(o.is_schedule_free for o in self.optimizers)
 
     @property
     def search_on(self) -> SearchOn:
@@ -393,11 +361,6 @@ class Job(Section):
             *((f"callbacks.{i}", name) for i, name in enumerate(self.callbacks)),
         ]
         return [(field, name) for field, name in pairs if is_function_name(name)]
-
-    @property
-    def gives_own_samples(self) -> bool:
-        """Whether a task of the user's own gets the samples of the user's own Datasets."""
-        return self.data.any_samples and not self.task.is_classification
 
     @property
     def decides_by_validation(self) -> bool:

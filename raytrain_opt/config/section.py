@@ -182,8 +182,6 @@ class Section(BaseModel):
         # of the fields allow; pydantic checks them.
         def __init__(self, **values: Any) -> None: ...
 
-    # Whether it may be written as a bare name: `model: resnet8`.
-    takes_name: ClassVar[bool] = False
     error: ClassVar[type[Exception]] = SectionError
 
     def broken_rules(self) -> Iterable[BrokenRule]:
@@ -194,7 +192,7 @@ class Section(BaseModel):
     @classmethod
     def _report_all_problems(cls, values: Any, build: ModelWrapValidatorHandler[Self]) -> Self:
         is_name = isinstance(values, str) or callable(values) or _is_object(values)
-        if cls.takes_name and is_name:
+        if is_name and issubclass(cls, NamedSection):
             values = {"name": values}
         try:
             section = build(values)
@@ -207,6 +205,4 @@ class Section(BaseModel):
 
 
 class NamedSection(Section):
-    """A section that may be written as a bare name."""
-
-    takes_name: ClassVar[bool] = True
+    """A section that may be written as a bare name: `model: resnet8`."""

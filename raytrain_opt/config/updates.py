@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from raytrain_opt.config.section import (
     BrokenRule,
@@ -78,13 +78,12 @@ class OptimizerSection(NamedSection):
 
     name: NameOrFunction = "SGD"
     """A class of torch.optim, LARS (You et al.), Muon (Jordan et al.; also for convolutions,
-    biases and normalization), RMSpropWarmup (Akiba et al.: RMSprop at first, then momentum SGD;
-    its times are in epochs), ScheduleFreeSGD or ScheduleFreeAdamW (Defazio et al.; at a constant
-    rate), or a class of your own as package.module:Class."""
+    biases and normalization), RMSpropWarmup (Akiba et al.; its times are in epochs),
+    ScheduleFreeSGD or ScheduleFreeAdamW (Defazio et al.; at a constant rate), or a class of your
+    own as package.module:Class."""
     args: dict[str, Any] = Field(default_factory=_default_args)
     """Keyword arguments of the optimizer, without lr. With Muon and AdamW, `weight_decay: auto`
-    lets policy stpt_horizon choose the decay of each epoch by how well the network fits its
-    training samples."""
+    lets policy stpt_horizon choose the decay of each epoch."""
     no_weight_decay: Literal["auto", "bias_and_norm", "none"] = "auto"
     """Parameters without weight decay and, with LARS, without trust ratio. bias_and_norm: biases
     and normalization layers; auto: bias_and_norm with LARS and Muon, else none."""
@@ -92,12 +91,9 @@ class OptimizerSection(NamedSection):
     """Factors of the learning rate by patterns of parameter names, such as `{"fc.*": 10}`; the
     first that matches a parameter counts."""
     clip_norm: PositiveFloat | None = None
-    """Scale the gradient of each global batch down to this norm where it is larger. Default: no
-    clipping."""
-
+    """Norm to which the gradient of a global batch is scaled down. Default: no clipping."""
     momentum_warmup: MomentumWarmup | None = None
-    """Let the momentum rise from a lower one, for optimizers with an argument of that name,
-    policies schedule and replay, and synchronous workers."""
+    """Let the momentum rise, with policies schedule and replay, and synchronous workers."""
 
     @property
     def traits(self) -> Traits:
@@ -137,16 +133,8 @@ class OptimizerSection(NamedSection):
         return {k: f for k, f in {**aux, **self.lr_multipliers}.items() if f != 1}
 
     def broken_rules(self) -> Iterator[BrokenRule]:
-        """Refuse what other optimizers have: decoupled decay, a second rule."""
         if self.has_auto_weight_decay and not self.traits.auto_weight_decay:
             yield "args.weight_decay", f"auto is for Muon and AdamW; give {self.name} a number"
-
-    @field_validator("args")
-    @classmethod
-    def _refuse_lr(cls, args: dict[str, Any]) -> dict[str, Any]:
-        if "lr" in args:
-            raise ValueError("lr is set by the learning-rate policy: use learning_rate.initial")
-        return args
 
 
 class OptimizerChoiceSection(OptimizerSection):
@@ -194,7 +182,6 @@ class OptimizerChoiceSection(OptimizerSection):
         return self.model_copy(update={"candidates": candidates})
 
     def broken_rules(self) -> Iterator[BrokenRule]:
-        """Refuse settings of one optimizer for `auto`, and the reverse."""
         yield from super().broken_rules()
         if self.is_choice:
             for name in ("args", "no_weight_decay"):
@@ -221,8 +208,8 @@ class BatchNormSection(Section):
     momentum: PositiveFloat | None = Field(None, le=1)
     """Weight of a new batch in the running statistics. Default: the model's."""
     recalibrate_batches: NonNegativeInt = 0
-    """Recompute the running averages before every evaluation from the first steps of the epoch,
-    this many; 0: use those of the training."""
+    """First steps of the epoch from which the running averages are recomputed before every
+    evaluation; 0: use those of the training."""
 
 
 class RampStep(Section):
@@ -248,8 +235,8 @@ class ParallelSection(Section):
     workers.count. async: a multiple of workers.count; default: at most 4 per worker, of at least 8
     samples."""
     staleness_bound: NonNegativeInt | None = None
-    """async only: maximum number of updates between reading weights and applying the gradient; P
-    equal workers have about P. A worker waits if a gradient could exceed it. null: no bound."""
+    """async only: maximum number of updates between reading weights and applying the gradient,
+    for which workers wait; P equal workers have about P. null: no bound."""
     gradient_buckets: list[PositiveInt] | None = Field(None, min_length=1)
     """Sizes in MiB of the messages with gradients, in the order of the backward pass; the last
     size holds for the rest. torch before 2.15 uses the last size only. Small messages first let
@@ -263,7 +250,6 @@ class ParallelSection(Section):
         return self.mode != "async"
 
     def broken_rules(self) -> Iterator[BrokenRule]:
-        """Refuse settings of another mode, which would have no effect."""
         for name, mode in (("gradient_buckets", "sync"), ("staleness_bound", "async")):
             if getattr(self, name) is not None and self.mode != mode:
                 yield name, f"belongs to parallel.mode: {mode}"

@@ -7,11 +7,14 @@ have fewer samples; the sizes of its micro-batches differ by one at most.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -42,9 +45,9 @@ class Batch:
     """Samples on the device, ready for the task.
 
     x [samples, ...]: float32, normalized where it came from uint8 images (then [N, C, H, W]).
-    y [samples]: int64 class indices. skipped: number of unreadable samples left out.
-    `relative_size`: number of samples over the mean of the step's micro-batches, which is not 1 in
-    the last step of an epoch only.
+    y [samples]: int64 class indices. skipped: number of unreadable samples left out. Of mixed
+    samples, `weight` belongs to y and the rest to `other_y`. `relative_size`: number of samples
+    over the mean of the step's micro-batches, which is not 1 in the last step of an epoch only.
     For the Datasets of a user's task, x is the nesting of tensors that their samples have, and y
     is None. `indices`: numbers of the samples in their set, where they were read one at a time.
     """
@@ -52,13 +55,18 @@ class Batch:
     x: Any
     y: Any
     skipped: int = 0
+    other_y: torch.Tensor | None = None
+    weight: float = 1.0
     relative_size: float = 1.0
     indices: Sequence[int] | None = None
 
     @property
     def content(self) -> Any:
-        """What a task gets: x and y, or the nesting."""
-        return self.x if self.y is None else (self.x, self.y)
+        """What a task gets: x and y, of mixed samples other_y and weight too; or the nesting."""
+        if self.y is None:
+            return self.x
+        pair = (self.x, self.y)
+        return pair if self.other_y is None else (*pair, self.other_y, self.weight)
 
     @property
     def size(self) -> int:
@@ -75,6 +83,7 @@ class DataInfo:
     if the data have no names. `class_counts`: training samples of each class; empty for the user's
     Datasets without `targets`. `digest`: of the samples as their source knows them, where the
     driver has read them. `notes`: lines about what was left out and how shapes were read.
+    `example`: a sample of the user's Datasets, None for other data.
     """
 
     num_classes: int
@@ -89,6 +98,7 @@ class DataInfo:
     preprocessing: Preprocessing | None = None
     digest: str = field(default="", compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)
+    example: Any = field(default=None, compare=False, repr=False)
 
     @property
     def class_labels(self) -> tuple[str, ...]:
@@ -102,6 +112,14 @@ class DataInfo:
         names = [printable(name, kept="") for name in self.class_labels]
         more = ", …" if len(names) > _NAMES else ""
         return {"data": sizes, "classes": f"{len(names)}: {', '.join(names[:_NAMES])}{more}"}
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Type of a sample as the model sees it; None for the default type."""
+        if self.example is None or (self.preprocessing and self.preprocessing.is_image):
+            return None
+        dtype: torch.dtype = next(leaves(self.example)).dtype
+        return dtype
 
     def steps_per_epoch(self, global_batch_size: int) -> int:
         """Return the number of full global batches."""
@@ -131,6 +149,7 @@ class DataSource(ABC):
     is_cropped: ClassVar[bool] = False
     class_names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    example: Any = None
     lengths: Indices | None = None
     window: int = 1
 
@@ -180,7 +199,9 @@ class TrainingData(ABC):
             "validation": self._split.validation,
         }
         shape = source.sample_shape
-        self._policy = transforms.make_policy(section.augment.policy, shape, source.is_image)
+        self._augment = transforms.Augmentation(
+            section.augment, seed, shape, is_uint8=source.is_image
+        )
         auto = source.mean_std(self._split.training) if section.normalize == "auto" else None
         preprocessing = transforms.resolve_preprocessing(
             section.normalize, shape, source.is_image, auto, center_crop=source.is_cropped
@@ -196,6 +217,7 @@ class TrainingData(ABC):
             class_counts=count_classes(source.labels, source.num_classes, source.field),
             preprocessing=preprocessing,
             notes=source.notes,
+            example=source.example,
         )
 
     def train_batches(
@@ -229,11 +251,13 @@ class TrainingData(ABC):
                 yield taken[-1]
 
         for batch in self._read(epoch, parts()):
-            yield replace(batch, relative_size=taken.popleft().relative_size)
+            part = taken.popleft()
+            batch = replace(batch, relative_size=part.relative_size)
+            yield self._augment(batch, epoch, part.step, part.rows)
 
     @abstractmethod
     def _read(self, epoch: int, parts: Iterator[sampling.MicroBatch]) -> Iterator[Batch]:
-        """Yield the batch of each micro-batch, in their order."""
+        """Yield the batch of each micro-batch, before what changes complete batches."""
 
     @abstractmethod
     def eval_batches(
@@ -330,6 +354,9 @@ def count_classes(
 
 
 _FIELDS = {"image_folder": "root", "arrays": "train", "shards": "train"}
+# Samples whose contents are compared: a second where a file system takes a millisecond for each.
+_SAMPLED = 1000
+_EXCERPT = 1024  # bytes
 # Differences that a message names.
 _SHOWN = 5
 
@@ -370,6 +397,23 @@ class DataFingerprint:
             if count != now.counts.get(name, 0)
         ]
         return ", ".join(changes[:_SHOWN]) or "samples, their labels, their names or their order"
+
+
+def spread(count: int, of: int = _SAMPLED) -> range:
+    """Return at most about `of` of the numbers below `count`, evenly spread."""
+    return range(0, count, 1 + count // of)
+
+
+def excerpt(path: str | Path, start: int = 0, size: int | None = None) -> bytes:
+    """Return the middle and the end of a file or of a part of it; nothing if it cannot be read.
+
+    They differ between compressed images, whose beginnings do not.
+    """
+    with suppress(OSError), open(path, "rb") as file:
+        length = os.fstat(file.fileno()).st_size if size is None else size
+        parts = (start + length // 2, start + max(0, length - _EXCERPT))
+        return b"".join(os.pread(file.fileno(), _EXCERPT, part) for part in parts)
+    return b""
 
 
 def digest(parts: Iterable[bytes | memoryview]) -> str:

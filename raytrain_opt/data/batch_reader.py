@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import signal
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import repeat
 from types import FrameType
 from typing import Any, NamedTuple
 
+import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from raytrain_opt.clock import monotonic_s
@@ -21,10 +22,13 @@ from raytrain_opt.data.base import SourceSplit
 from raytrain_opt.data.images import ImageError
 from raytrain_opt.data.sampling import Purpose, sample_seed
 from raytrain_opt.data.source import Sample, SampleSource
-from raytrain_opt.data.transforms import Policy
+from raytrain_opt.data.transforms import isolated_random_state
 from raytrain_opt.errors import DataError, UserCodeError, origin
-from raytrain_opt.random_state import find_generators, preserve_random_state, seed_all
+from raytrain_opt.random_state import find_generators, seed_all
 from raytrain_opt.user_code import LOADER_SIGNAL, Stalled, exits_as_errors
+
+# Of one image, uint8 [C, H, W].
+Policy = Callable[[torch.Tensor], torch.Tensor]
 
 
 class BatchRequest(NamedTuple):
@@ -52,6 +56,7 @@ class LoadedBatch(NamedTuple):
     content: Any
     skipped: int
     error: DataError | UserCodeError | None
+    load_s: float = 0.0
     indices: Sequence[int] = ()
 
 
@@ -75,9 +80,11 @@ class BatchReader(Dataset[Sample]):
 
     def __getitems__(self, requests: list[BatchRequest]) -> LoadedBatch:
         """Load the batch of the only request in the list."""
+        started_s = monotonic_s()
         try:
-            with exits_as_errors(), _isolated():
-                return self._load(requests[0])
+            with exits_as_errors(), _interruptible(started_s), isolated_random_state():
+                loaded = self._load(requests[0])
+            return loaded._replace(load_s=monotonic_s() - started_s)
         except (DataError, UserCodeError) as error:
             return LoadedBatch((), 0, error)
 
@@ -93,7 +100,7 @@ class BatchReader(Dataset[Sample]):
                 sample = self._read(request, index, key, content)
                 if augment and self._policy is not None:
                     x, label = sample
-                    sample = self._policy(x), label
+                    sample = self._policy(x.permute(2, 0, 1)).permute(1, 2, 0), label
                 samples.append(sample)
                 indices.append(index)
             except DataError:
@@ -134,16 +141,14 @@ def cause(error: BaseException) -> str:
 
 
 @contextmanager
-def _isolated() -> Iterator[None]:
-    """Preserve the random state, or let the training process ask a loader where it hangs."""
-    started_s = monotonic_s()
+def _interruptible(started_s: float) -> Iterator[None]:
+    """Let the training process ask this loader process where it hangs."""
 
     def handle(_: int, frame: FrameType | None) -> None:
         raise Stalled(frame, started_s)
 
     if get_worker_info() is None:
-        with preserve_random_state():
-            yield
+        yield
         return
     signal.signal(LOADER_SIGNAL, handle)
     try:

@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from io import StringIO
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +16,7 @@ import numpy as np
 
 from raytrain_opt import storage
 from raytrain_opt.config.data import ImageFolderData
-from raytrain_opt.data.base import SourceSplit, digest
+from raytrain_opt.data.base import SourceSplit, digest, excerpt, spread
 from raytrain_opt.data.images import SUFFIXES, read_image_file
 from raytrain_opt.data.source import ImageSource
 from raytrain_opt.errors import DataError, StorageError, printable
@@ -135,14 +136,15 @@ class ImageFolderSource(ImageSource):
         return f"{path} (class {folder.classes[label]}) cannot be read"
 
     def digest(self) -> str:
-        """Return a digest of names and labels and, of files evenly spread, their sizes."""
+        """Return a digest of names and labels and, of files evenly spread, sizes and excerpts."""
         return digest(part for files in self._folders.values() for part in self._parts(files))
 
     def _parts(self, files: ImageFiles) -> Iterator[bytes | memoryview]:
         # Relative to the root, which may be another one on another machine.
         yield files.paths.tobytes().replace(self._root, b"\0")
         yield files.labels.data
-        for index in range(0, len(files), 1 + len(files) // _MEASURED_FILES):
+        yield from (excerpt(files[index][0]) for index in spread(len(files)))
+        for index in spread(len(files), _MEASURED_FILES):
             with suppress(OSError):  # a link to nowhere
                 yield b"%d " % os.stat(files[index][0]).st_size
 
@@ -167,17 +169,25 @@ class ImageFiles:
         return os.fsdecode(self.paths[index]), int(self.labels[index])
 
 
-def list_folder(folder: Path, left_out: Counter[str]) -> ImageFiles:
+def list_folder(folder: Path, left_out: Counter[str], seen: dict[str, str]) -> ImageFiles:
     """List files and classes of a folder, in the order of torchvision's ImageFolder.
 
-    Counts what it leaves out. Raises OSError.
+    Counts what it leaves out. `seen`: the files of all folders by the path that links lead to.
+    Raises OSError, also for a file that was seen: it has one class and belongs to one set.
     """
     folder = folder.absolute()
     classes = class_folders(folder, left_out)
     if not classes:
         raise FileNotFoundError("it has no folder of a class")
-    listed = (image_paths(folder / name, left_out) for name in classes)
-    files = ImageFiles(classes, ((path, i) for i, paths in enumerate(listed) for path in paths))
+
+    def pairs() -> Iterator[tuple[str, int]]:
+        for i, name in enumerate(classes):
+            for path, real_path in image_paths(folder / name, left_out):
+                if (other := seen.setdefault(real_path, path)) is not path:
+                    raise FileExistsError(f"{other} and {path} are one file; remove one of them")
+                yield path, i
+
+    files = ImageFiles(classes, pairs())
     counts = np.bincount(files.labels, minlength=len(classes))
     if not counts.all():
         raise FileNotFoundError(f"class {classes[int(counts.argmin())]} has no image file")
@@ -197,26 +207,33 @@ def class_folders(folder: Path, left_out: Counter[str]) -> list[str]:
     return sorted(names)
 
 
-def image_paths(folder: str | Path, left_out: Counter[str]) -> Iterator[str]:
-    """Yield the image files below a folder, sorted, and count what it leaves out, by kind.
+def image_paths(folder: str | Path, left_out: Counter[str]) -> Iterator[tuple[str, str]]:
+    """Yield the image files below a folder, sorted, each with the path that links lead to.
 
-    Links to folders are left out: they may lead back to a folder above. Raises OSError.
+    Counts what it leaves out, by kind. Links to folders are left out: they may lead back to a
+    folder above and repeat all files. Raises OSError.
     """
-    listed = []
-    for directory, folders, names in os.walk(folder, onerror=_raise):
-        hidden = {name for name in folders if left_out_kind(name) == "hidden"}
-        folders[:] = [name for name in folders if name not in hidden]
-        links = sum(os.path.islink(f"{directory}/{name}") for name in folders)
-        left_out.update({"hidden": len(hidden), "link to a folder": links})
-        kinds = {name: left_out_kind(name) for name in names}
-        left_out.update(kind for kind in kinds.values() if kind)
-        listed.append((directory, sorted(name for name in names if not kinds[name])))
-    for directory, names in sorted(listed):
-        yield from (f"{directory}/{name}" for name in names)
-
-
-def _raise(error: OSError) -> None:
-    raise error
+    pending, directories = [str(folder)], []
+    while pending:
+        directory, files = pending.pop(), []
+        with os.scandir(directory) as iterator:
+            entries = list(iterator)
+        for entry in entries:
+            kind = left_out_kind(entry.name)
+            if entry.is_dir():
+                kind = "hidden" if kind == "hidden" else "link to a folder" * entry.is_symlink()
+                pending += [] if kind else [entry.path]
+            elif not (kind or entry.is_file() or entry.is_symlink()):
+                kind = "no plain file"
+            elif not kind:
+                files.append((entry.name, entry.is_symlink()))
+            left_out[kind] += bool(kind)
+        directories.append((directory, sorted(files)))
+    for directory, files in sorted(directories):
+        real_directory = os.path.realpath(directory)
+        for name, is_link in files:
+            path = f"{directory}/{name}"
+            yield path, os.path.realpath(path) if is_link else f"{real_directory}/{name}"
 
 
 def left_out_kind(path: str) -> str:
@@ -273,6 +290,7 @@ def _listed_files(content: bytes, root: str) -> dict[str, list[tuple[str, str]]]
         raise ValueError(f"{rule}; it has {names}")
     files: dict[str, list[tuple[str, str]]] = {"train": [], "val": [], "test": []}
     seen: dict[str, int] = {}
+    real_directory = lru_cache(4096)(os.path.realpath)
     for line, row in rows:
         file, label, split = row["file"], row["label"].strip(), row["split"].strip()
         if split not in files or not label:
@@ -285,8 +303,11 @@ def _listed_files(content: bytes, root: str) -> dict[str, list[tuple[str, str]]]
         if not os.path.isfile(path):
             rule = f"there is no file {shorten(path, 300)} (below data.root)"
             raise ValueError(f"line {line}: {rule}")
-        if (first := seen.setdefault(path, line)) != line:
-            rule = f"name one file, {shorten(path, 300)}, which has one label and one split"
+        directory, name = os.path.split(path)
+        is_link = os.path.islink(path)
+        real_path = os.path.realpath(path) if is_link else f"{real_directory(directory)}/{name}"
+        if (first := seen.setdefault(real_path, line)) != line:
+            rule = f"name one file, {shorten(real_path, 300)}, which has one label and one split"
             raise ValueError(f"lines {first} and {line} {rule}: {shorten(file)}")
         files[split].append((path, label))
     return files
@@ -296,6 +317,7 @@ def _open_folders(
     section: ImageFolderData, left_out: Counter[str]
 ) -> dict[SourceSplit, ImageFiles]:
     """Return the training and the test set, and a third set, if there is a folder `test` too."""
+    seen: dict[str, str] = {}
     root = Path(section.root).expanduser()
 
     def open_folder(field: str) -> ImageFiles:
@@ -304,7 +326,7 @@ def _open_folders(
             rule = "image_folder needs data.root/<split>/<class>/<image files>, on every node"
             raise DataError(f"data.{field}", f"there is no folder {folder.absolute()}; {rule}")
         try:
-            return list_folder(folder, left_out)
+            return list_folder(folder, left_out, seen)
         except OSError as error:
             raise DataError(f"data.{field}", f"{folder} has no usable images: {error}") from error
 
@@ -319,7 +341,7 @@ def _open_folders(
     folders: dict[SourceSplit, ImageFiles] = {"train": train, "test": test}
     if _has_third_folder(section):
         try:
-            final = list_folder(root / "test", left_out)
+            final = list_folder(root / "test", left_out, seen)
         except FileNotFoundError:  # without labels
             return folders
         except OSError as error:

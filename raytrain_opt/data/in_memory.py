@@ -11,16 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from raytrain_opt.config.data import HoldOut
 from raytrain_opt.data import sampling, transforms
 from raytrain_opt.data.base import Batch, SourceSplit, TrainingData, no_op
 from raytrain_opt.data.in_memory_sets import Array, DatasetArrays
-from raytrain_opt.data.sampling import Indices, Purpose
-from raytrain_opt.data.transforms import Policy, send
+from raytrain_opt.data.sampling import Indices
+from raytrain_opt.data.transforms import CopyStream, send
 from raytrain_opt.errors import DataError
-from raytrain_opt.random_state import preserve_random_state, seed_all
 from raytrain_opt.results import Split
 
 # Larger data sets stay in CPU memory, so that a device has room for model and activations.
@@ -63,18 +61,8 @@ class InMemoryData(TrainingData):
                     self._seed, epoch, part.step, part.rows, self._padding, self._flip
                 )
                 x = transforms.crop_and_flip(x, draws, self._padding)
-            if self._policy is not None:
-                x = self._change(self._policy, x, epoch, part.keys)
+            x = self._augment.apply_policy(x, epoch, part.keys)
             yield Batch(self._transform(x), y)
-
-    def _change(self, policy: Policy, images: Tensor, epoch: int, keys: Indices) -> Tensor:
-        """Return images, uint8 [N, H, W, C], each changed with the seed of its key."""
-        changed = []
-        with preserve_random_state():
-            for image, key in zip(images, keys, strict=True):
-                seed_all(sampling.sample_seed(self._seed, Purpose.TRAIN_SAMPLE, epoch, key))
-                changed.append(policy(image))
-        return torch.stack(changed)
 
     def eval_batches(
         self, split: Split, rank: int, world_size: int, batch_size: int
@@ -99,7 +87,7 @@ class SampleStore:
     """Samples in the device's memory, or in CPU memory, which processes of a node may share."""
 
     def __init__(self, x: Array, y: Array, device: torch.device, *, on_device: bool) -> None:
-        self._arrays, self._device = (x, y), device
+        self._arrays, self._device, self._copies = (x, y), device, CopyStream(device)
         self._on_device = [torch.tensor(a, device=device) for a in (x, y)] if on_device else []
 
     def take(
@@ -111,6 +99,7 @@ class SampleStore:
             rows = send(torch.from_numpy(indices), self._device)
             x, y = (tensor.index_select(0, rows) for tensor in self._on_device)
             return x, y
-        x, y = (torch.from_numpy(array[indices]) for array in self._arrays)
+        gathered = [torch.from_numpy(array[indices]) for array in self._arrays]
         on_copy()
-        return send(x, self._device), send(y, self._device)
+        x, y = self._copies.copy(*gathered)
+        return x, y

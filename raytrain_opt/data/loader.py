@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 from collections import deque
@@ -15,20 +16,28 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.data import HoldOut, LoaderSection
 from raytrain_opt.data.base import Batch, SourceSplit, TrainingData
-from raytrain_opt.data.batch_reader import BatchReader, BatchRequest, LoadedBatch, keep_batch
-from raytrain_opt.data.nesting import map_leaves
+from raytrain_opt.data.batch_reader import (
+    BatchReader,
+    BatchRequest,
+    LoadedBatch,
+    keep_batch,
+)
+from raytrain_opt.data.nesting import leaves, map_leaves
 from raytrain_opt.data.sampling import MicroBatch, Purpose
 from raytrain_opt.data.source import SampleSource
-from raytrain_opt.data.transforms import send
+from raytrain_opt.data.transforms import CopyStream
 from raytrain_opt.errors import DataError
 from raytrain_opt.results import Split
 
 # Batches that each loader process prepares ahead.
 _PREFETCH = 2
-# Of `loader_workers: auto`. Each decodes about 1,000 images of 224 pixels a second.
-_MAX_PROCESSES = 4
+# Of `loader_workers: auto`, until batches were measured: with one process, every delay is waited
+# for.
+_FIRST_PROCESSES = 2
+_MEASURED_BATCHES = 8
 _FETCHED_AHEAD = 4
 # More would cost seconds with large images.
 _CHECKED_SAMPLES = 16
@@ -38,6 +47,8 @@ _PURPOSES = {
     "test": Purpose.TEST_SAMPLE,
     "final": Purpose.TEST_SAMPLE,
 }
+# More than the mean needs, as batches differ.
+_SPARE = 1.25
 
 
 class DataLoaderData(TrainingData):
@@ -55,9 +66,14 @@ class DataLoaderData(TrainingData):
         channels_last: bool,
     ) -> None:
         super().__init__(source, section, hold_out, seed, device, channels_last)
-        self._device = device
+        preprocessing = self.info.preprocessing
+        dtype = None if preprocessing and preprocessing.mean_std else self.info.dtype
+        if section.augment.mixup and dtype is not None and not dtype.is_floating_point:
+            rule = f"needs samples of floats or images; these are {dtype}"
+            raise DataError("data.augment.mixup", rule)
+        self._copies = CopyStream(device)
         skip = section.on_unreadable == "skip"
-        self._reader = BatchReader(source, seed, skip, self._policy)
+        self._reader = BatchReader(source, seed, skip, self._augment.policy)
         self._loader = _ReusedLoader(section, self._reader, device)
 
     def _read(self, epoch: int, parts: Iterator[MicroBatch]) -> Iterator[Batch]:
@@ -110,11 +126,15 @@ class DataLoaderData(TrainingData):
         """End the loader processes; a later phase would start new ones."""
         self._loader.close()
 
-    def _send(self, leaf: Any) -> Any:
-        return send(leaf, self._device) if isinstance(leaf, torch.Tensor) else leaf
+    def _copy(self, content: Any) -> Any:
+        """Return a batch's tensors on the device, in their nesting."""
+        copies = iter(self._copies.copy(*leaves(content)))
+        return map_leaves(
+            lambda leaf: next(copies) if isinstance(leaf, torch.Tensor) else leaf, content
+        )
 
     def _to_device(self, loaded: LoadedBatch) -> Batch:
-        content, skipped = map_leaves(self._send, loaded.content), loaded.skipped
+        content, skipped = self._copy(loaded.content), loaded.skipped
         if not self.source.has_pairs:
             return Batch(content, None, skipped, indices=loaded.indices)
         x, y = content
@@ -157,17 +177,31 @@ def _fetched(source: SampleSource, requests: Iterator[BatchRequest]) -> Iterator
 class _ReusedLoader:
     """One DataLoader for all phases; each phase (training or evaluation) has its own requests.
 
-    The loader processes, and what the Datasets cache in them, live from phase to phase.
+    The loader processes, and what the Datasets cache in them, live from phase to phase. With
+    `loader_workers: auto`, a phase begins with more of them when in earlier ones a batch took
+    longer to load, per process, than to compute; at most one for each compute thread.
     """
 
-    def __init__(self, section: LoaderSection, reader: BatchReader, device: torch.device) -> None:
-        self._reader, self._device = reader, device
+    def __init__(
+        self,
+        section: LoaderSection,
+        reader: BatchReader,
+        device: torch.device,
+    ) -> None:
+        self._section = section
+        self._reader = reader
+        self._device = device
         self._sampler = _RequestSampler()
         self._loader: DataLoader[Any] | None = None
         self._batches: Iterator[Any] | None = None
         self._phase = 0
-        workers, limit = section.loader_workers, min(_MAX_PROCESSES, torch.get_num_threads())
-        self.processes = limit if workers == "auto" else workers
+        self._load_s: list[float] = []
+        self._compute_s: list[float] = []
+        self.processes = (
+            min(_FIRST_PROCESSES, torch.get_num_threads())
+            if section.loader_workers == "auto"
+            else section.loader_workers
+        )
 
     def load(self, requests: Iterator[BatchRequest]) -> Iterator[LoadedBatch]:
         """Yield the batches of one phase, which the loader processes read ahead.
@@ -177,6 +211,7 @@ class _ReusedLoader:
         self._phase += 1
         phase = self._phase
         self._sampler.requests = requests
+        self._add_processes()
         if self._loader is None:
             self._loader = self._start()
         with self._explain_dead_process(), _sigchld_handler_kept():
@@ -189,7 +224,25 @@ class _ReusedLoader:
                 batch = next(self._batches, None)
             if batch is None:
                 return
+            received_s = monotonic_s()
             yield cast(LoadedBatch, batch)
+            self._load_s.append(batch.load_s)
+            self._compute_s.append(monotonic_s() - received_s)
+
+    def _add_processes(self) -> None:
+        """Start more loader processes if those of `loader_workers: auto` are too slow."""
+        if self._section.loader_workers != "auto" or len(self._load_s) < _MEASURED_BATCHES:
+            return
+        # A GPU computes while this process continues, so `compute_s` may be less than it takes:
+        # more processes are started than needed, up to the limit. To know better, every step
+        # would have to wait for the GPU.
+        load_s, compute_s = sum(self._load_s), sum(self._compute_s)
+        self._load_s, self._compute_s = [], []
+        limit = torch.get_num_threads()
+        needed = limit if compute_s == 0 else math.ceil(_SPARE * load_s / compute_s)
+        if min(needed, limit) > self.processes:
+            self.processes = min(needed, limit)
+            self._batches = self._loader = None
 
     @contextmanager
     def _explain_dead_process(self) -> Iterator[None]:

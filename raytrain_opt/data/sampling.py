@@ -59,6 +59,8 @@ class Purpose(IntEnum):
     TEST_SAMPLE = 7
     DIGITS_SPLIT = 8
     USER_FUNCTION = 9
+    ERASE = 10
+    MIX = 11
 
 
 def _philox(seed: int, purpose: Purpose, epoch: int, step: int) -> np.random.Philox:

@@ -33,7 +33,7 @@ from obstore.exceptions import BaseError
 from raytrain_opt import storage
 from raytrain_opt.config.data import ShardsData
 from raytrain_opt.config.error_messages import shown
-from raytrain_opt.data.base import SourceSplit, digest
+from raytrain_opt.data.base import SourceSplit, digest, excerpt, spread
 from raytrain_opt.data.image_folder import left_out_kind
 from raytrain_opt.data.images import SUFFIXES
 from raytrain_opt.data.sampling import Indices
@@ -102,10 +102,20 @@ class ShardSource(ImageSource):
         return [_requests().submit(self.content, split, index) for index in indices]
 
     def digest(self) -> str:
-        """Return a digest of the shards' names, and of each sample's position, size and label."""
+        """Return a digest of the shards' names, and of each sample's position, size and label.
+
+        Excerpts of samples evenly spread are in it where the shards are local.
+        """
         sets = self._sets.values()
         names = (storage.last_name(shard.place).encode() for part in sets for shard in part.shards)
-        return digest([*names, *(part.index.data for part in sets)])
+        return digest([*names, *(part.index.data for part in sets), *self._excerpts()])
+
+    def _excerpts(self) -> Iterator[bytes]:
+        for part in self._sets.values():
+            for index in spread(len(part.index)):
+                place, (position, size, _) = part.shard_of(index).place, part.index[index].tolist()
+                if not storage.is_remote(place):
+                    yield excerpt(place, position, size)
 
     def describe(self, split: SourceSplit, index: int) -> str:
         """Return the shard and the sample's number in it, from 0, for an error message."""

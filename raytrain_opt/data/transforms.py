@@ -1,4 +1,4 @@
-"""Crop, mirror, normalize and augment images.
+"""Crop, mirror, normalize and augment batches.
 
     u    uint8 value of a pixel, 0..255         m, s    mean and standard deviation of its channel,
     v    value that the model sees                      of values scaled to 0..1
@@ -13,14 +13,30 @@ float32, and already the memory layout of channels_last. Every operation is elem
 gather, and a product and a sum are never fused into one rounding: so the values of a sample do
 not depend on how the global batch is cut into micro-batches, bit for bit.
 ImageNet's means and standard deviations are those of torchvision's pretrained models.
+
+Augmentation beyond crop and mirror: a policy for each image, then erasing and mixing batches.
+
+    x, y    samples and labels of a micro-batch        x', y'   the same in reverse order
+    G       the generators of `sampling`: draws depend on seed, epoch e, step t, nothing else
+
+    policy   RandAugment or TrivialAugment of torchvision, on uint8, with the seed of the sample
+    erase    row i of the draws of G(s, ERASE, e, t) belongs to the i-th sample of the global batch
+    mixup    w x + (1 - w) x',  w ~ Beta(a, a) from G(s, MIX, e, t), one w for each step
+    cutmix   x' in a box of x, whose area is 1 - w of the image; if both are on, each half the time
+    loss     w loss(output, y) + (1 - w) loss(output, y')
+
+Sources: Cubuk et al., RandAugment, 2020; Müller and Hutter, TrivialAugment, 2021; Zhong et al.,
+Random Erasing, 2020; Zhang et al., mixup, 2018; Yun et al., CutMix, 2019. The reverse order as in
+timm: with repeated augmentation, neighbors are the same sample. Of the micro-batch, not the global
+batch: x' would have to be read on another worker too. So pairs differ with the number of workers.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -28,15 +44,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils.data import get_worker_info
 
-from raytrain_opt.config.data import PolicyName
-from raytrain_opt.data.sampling import CropFlip, Indices
+from raytrain_opt.config.data import BatchAugment
+from raytrain_opt.data.base import Batch
+from raytrain_opt.data.sampling import CropFlip, Indices, Purpose, generator, sample_seed
 from raytrain_opt.errors import DataError
+from raytrain_opt.random_state import preserve_random_state, seed_all
 
 NormalizeSetting = Literal["auto", "none"] | tuple[list[float], list[float]]
 MeanStd = tuple[Sequence[float], Sequence[float]]
 Transform = Callable[[torch.Tensor], torch.Tensor]
-Policy = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -188,28 +206,142 @@ def channel_mean_std(images: npt.NDArray[np.uint8], indices: Indices) -> MeanStd
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on the device; from pinned memory, so that the CPU does not wait."""
+    """Return a small tensor on the device; from pinned memory, so that the CPU does not wait."""
     if device.type != "cuda":
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
 
 
-def make_policy(name: PolicyName, shape: tuple[int, ...], is_image: bool) -> Policy | None:
-    """Return torchvision's policy for a uint8 image [H, W, C]; None for `none`.
+class CopyStream:
+    """Copies from pinned memory, on a CUDA stream of its own.
 
-    It draws from the global generators. Sources: Cubuk et al., RandAugment, 2020; Müller and
-    Hutter, TrivialAugment, 2021. Raises DataError for samples that are no such images.
+    The training loop never waits for the device, so the CPU is ahead of it: a copy that is queued
+    on this stream runs beside the updates before it. Only the GPU waits for it, before it uses
+    the copy. On CPU the tensors themselves are returned.
     """
-    if name == "none":
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def copy(self, *tensors: Tensor) -> list[Tensor]:
+        """Return the tensors on the device."""
+        if self._stream is None:
+            return [tensor.to(self._device) for tensor in tensors]
+        with torch.cuda.stream(self._stream):
+            copies = [t.pin_memory().to(self._device, non_blocking=True) for t in tensors]
+        training = torch.cuda.current_stream(self._device)
+        training.wait_stream(self._stream)
+        for copied in copies:
+            # Its memory must not be reused before the training has read it.
+            copied.record_stream(training)
+        return copies
+
+
+# Fractions of the image's area, and height / width; the defaults of torchvision and timm.
+_ERASED_AREA, _ERASED_LOG_RATIO = (0.02, 1 / 3), math.log(10 / 3)
+
+_NEEDS, _IMAGES = "needs {}, which these samples are not", "images [channels, height, width]"
+
+Floats = npt.NDArray[np.float64]
+
+
+def isolated_random_state() -> AbstractContextManager[None]:
+    """Restore the caller's random state on exit; a loader process has none to preserve."""
+    return preserve_random_state() if get_worker_info() is None else nullcontext()
+
+
+class Augmentation:
+    """What `data.augment` adds to crop and mirror.
+
+    Raises DataError for settings that need images where the samples are none.
+    """
+
+    def __init__(
+        self, section: BatchAugment, seed: int, sample_shape: tuple[int, ...], *, is_uint8: bool
+    ) -> None:
+        self._section, self._seed = section, seed
+        if section.policy != "none" and not (is_uint8 and sample_shape[0] in (1, 3)):
+            rule = _NEEDS.format("uint8 images of 1 or 3 channels")
+            raise DataError("data.augment.policy", rule)
+        for field in ("random_erasing", "cutmix"):
+            if getattr(section, field) > 0 and len(sample_shape) != 3:
+                raise DataError(f"data.augment.{field}", _NEEDS.format(_IMAGES))
+        self.policy = _make_policy(section)
+
+    def apply_policy(self, images: torch.Tensor, epoch: int, keys: Indices) -> torch.Tensor:
+        """Return images, uint8 [N, H, W, C], each changed with the seed of its key."""
+        if self.policy is None:
+            return images
+        with isolated_random_state():
+            changed = []
+            for image, key in zip(images, keys, strict=True):
+                seed_all(sample_seed(self._seed, Purpose.TRAIN_SAMPLE, epoch, key))
+                changed.append(self.policy(image.permute(2, 0, 1)).permute(1, 2, 0))
+            return torch.stack(changed)
+
+    def __call__(self, batch: Batch, epoch: int, step: int, rows: slice) -> Batch:
+        """Erase and mix a micro-batch: these rows of the step's global batch."""
+        batch = self._erase(batch, epoch, step, rows)
+        mixup, cutmix = self._section.mixup, self._section.cutmix
+        if not mixup and not cutmix:
+            return batch
+        random = generator(self._seed, Purpose.MIX, epoch, step)
+        use_cutmix = random.random() < (0.5 if mixup and cutmix else float(cutmix > 0))
+        alpha = cutmix if use_cutmix else mixup
+        weight = float(random.beta(alpha, alpha))
+        other = batch.x.flip(0)
+        if not use_cutmix:
+            x = torch.lerp(other, batch.x, weight)
+        else:
+            height, width = batch.x.shape[-2:]
+            box, weight = _cutmix_box(weight, random.random(2), height, width)
+            x = batch.x.clone(memory_format=torch.preserve_format)
+            x[..., box[0], box[1]] = other[..., box[0], box[1]]
+        return replace(batch, x=x, other_y=batch.y.flip(0), weight=weight)
+
+    def _erase(self, batch: Batch, epoch: int, step: int, rows: slice) -> Batch:
+        if not self._section.random_erasing:
+            return batch
+        shape = batch.x.shape[-2:]
+        draws = generator(self._seed, Purpose.ERASE, epoch, step).random((rows.stop, 5))
+        # Unreadable samples are left out of the batch.
+        draws = draws[rows.start : rows.start + len(batch.y)]
+        x = batch.x.clone(memory_format=torch.preserve_format)
+        least, most = _ERASED_AREA
+        for image, (chosen, area, ratio, *corner) in zip(x, draws, strict=True):
+            if chosen >= self._section.random_erasing:
+                continue
+            area = math.prod(shape) * (least + area * (most - least))
+            ratio = math.exp((2 * ratio - 1) * _ERASED_LOG_RATIO)
+            box = []
+            for position, size, part in zip(corner, shape, (ratio, 1 / ratio), strict=True):
+                length = min(round(math.sqrt(area * part)), size)
+                start = int(position * (size - length + 1))
+                box.append(slice(start, start + length))
+            image[..., box[0], box[1]] = 0
+        return replace(batch, x=x)
+
+
+def _make_policy(section: BatchAugment) -> Any:
+    """Return torchvision's transform of one uint8 image [C, H, W]; None for no policy."""
+    if section.policy == "none":
         return None
-    if not (is_image and shape[0] in (1, 3)):
-        rule = "needs uint8 images of 1 or 3 channels, which these samples are not"
-        raise DataError("data.augment.policy", rule)
     from torchvision.transforms import v2  # takes seconds to import
 
-    policy = v2.RandAugment() if name == "rand_augment" else v2.TrivialAugmentWide()
-    return partial(_change, policy)
+    if section.policy == "rand_augment":
+        return v2.RandAugment()
+    return v2.TrivialAugmentWide()
 
 
-def _change(policy: Policy, image: Tensor) -> Tensor:
-    return policy(image.permute(2, 0, 1)).permute(1, 2, 0)
+def _cutmix_box(
+    weight: float, center: Floats, height: int, width: int
+) -> tuple[tuple[slice, slice], float]:
+    """Return rows and columns of the box, cut off at the edges, and 1 - its part of the area."""
+    spans, area = [], 1.0
+    for position, size in zip(center, (height, width), strict=True):
+        half = size * math.sqrt(1 - weight) / 2
+        start, stop = (round(min(max(position * size + d, 0), size)) for d in (-half, half))
+        spans.append(slice(start, stop))
+        area *= (stop - start) / size
+    return (spans[0], spans[1]), 1 - area

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import Future, wait
 from threading import Event
 
@@ -24,7 +25,9 @@ class Interval:
     """What is left of `checkpoint.every`, since the latest checkpoint was begun."""
 
     def __init__(self, section: CheckpointSection) -> None:
-        self._every_s, self._every_steps = section.every_s, section.every_steps
+        counts_steps = isinstance(section.every, int)
+        self._every_s = math.inf if counts_steps else section.every
+        self._every_steps = section.every if counts_steps else math.inf
         self.restart()
 
     def restart(self) -> None:

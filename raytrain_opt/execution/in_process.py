@@ -13,7 +13,7 @@ from raytrain_opt.execution.check import ChooseThreads, check_job, try_job
 from raytrain_opt.execution.resolve import Facts, Placement, Resolved
 from raytrain_opt.execution.workspace import Frontend, Workspace
 from raytrain_opt.pools.protocol import Pools
-from raytrain_opt.threads import Cores
+from raytrain_opt.threads import choose_threads
 
 if TYPE_CHECKING:
     from raytrain_opt.data.factory import SharedData
@@ -56,7 +56,7 @@ class InProcessBackend:
             on_gpu = self._job.workers.use_gpu is not False and is_available()
             choose, batch_size = self._choose_threads, self._job.batch_size_per_worker
             fastest = None if on_gpu or choose is None else partial(choose, batch_size)
-            threads = Cores.measure().choose(1, note, fastest)
+            threads = choose_threads(1, note, fastest)
         self._choose_threads = None
         return Placement(self._job.workers.size, threads)
 

@@ -161,7 +161,8 @@ class TrainingLength:
             return f"test_metric reached the target, {section.target:g}", True
         if lost_patience(section, metric, values):
             text = f"test_metric was no better in {section.patience} evaluated epochs"
-            return text, not self._job.rate_decays
+            constant = all(optimizer.is_schedule_free for optimizer in self._job.optimizers)
+            return text, constant or not self._job.learning_rate.decays
         return "", False
 
 

@@ -33,7 +33,7 @@ from raytrain_opt.execution.workspace import Frontend, Workspace
 from raytrain_opt.pools.launcher import environment
 from raytrain_opt.pools.protocol import Pools
 from raytrain_opt.storage import join
-from raytrain_opt.threads import Cores, start_thread
+from raytrain_opt.threads import choose_threads, start_thread
 from raytrain_opt.train.learner_config import OBJECT_SECTIONS
 
 if TYPE_CHECKING:
@@ -87,8 +87,6 @@ class RayBackend:
         self._shared_refs: list[Any] | None = None
         self._choose_threads: ChooseThreads | None = None  # until the placement
         self.reading = start_thread(self._read)
-        # Ray's start uses all cores for seconds.
-        self._cores = Cores.measure() if job.workers.threads is None else None
 
     def _read(self) -> Facts:
         """Check the job, read its data, and import what the run needs next."""
@@ -116,15 +114,13 @@ class RayBackend:
         job, note = self._job, self._frontend.terminal.note
         candidates = job.learning_rate.max_candidates if search else 0
         self.plan = plan = plan_when_there_is_room(job, candidates, note)
-        for text in plan.notes:
-            note(text)
         threads = job.workers.threads
-        if self._cores is not None and self.owns_ray and not plan.use_gpu:
-            fastest, batch_size = None, max(1, job.global_batch_size // plan.workers)
+        if threads is None and self.owns_ray and not plan.use_gpu:
+            fastest, batch_size = None, job.global_batch_size // plan.workers
             # A batch that is to be searched is measured with these threads.
             if self._choose_threads is not None and job.batch_size_search is None:
-                fastest = partial(self._choose_threads, batch_size)
-            threads = self._cores.choose(plan.workers_per_node, note, fastest)
+                fastest = partial(self._choose_threads, max(1, batch_size))
+            threads = choose_threads(plan.workers_per_node, note, fastest)
         self._choose_threads = None
         return Placement(plan.workers, threads)
 

@@ -32,17 +32,11 @@ from raytrain_opt.train.task import compute_metric, fresh_metric, on_cpu
 # Orders that the job's own replaces.
 _SAMPLERS = (RandomSampler, SequentialSampler, BatchSampler, type(None))
 _STEPS = ("training_step", "validation_step")
-# Methods beside those with on_ that the Trainer would call, and what does the same here.
-_UNCALLED = {
-    "backward": "return the loss from training_step",
-    "configure_callbacks": "write stop, checkpoint or callbacks of the job",
-    "configure_gradient_clipping": "write optimizer.clip_norm of the job",
-    "configure_model": "build the layers in the constructor",
-    "lr_scheduler_step": "write learning_rate of the job",
-    "optimizer_step": "name an optimizer of your own in the job",
-    "optimizer_zero_grad": "name an optimizer of your own in the job",
-    "transfer_batch_to_device": "return tensors from the collate function",
-}
+# Methods beside those with on_ that the Trainer would call.
+_UNCALLED = (
+    "backward", "configure_callbacks", "configure_gradient_clipping", "configure_model",
+    "lr_scheduler_step", "optimizer_step", "optimizer_zero_grad", "transfer_batch_to_device",
+)  # fmt: skip
 # Called by nobody here, and harmless: for tests, predictions and Lightning's own checkpoints.
 _HARMLESS = ("on_test_", "on_predict_", "on_save_checkpoint", "on_load_checkpoint")
 
@@ -219,7 +213,7 @@ def _ignored(owner: Any) -> Iterator[tuple[str, str, str]]:
         own, original = (inspect.getattr_static(kind, name) for kind in (type(owner), base))
         if is_hook and own is not original and not name.startswith(_HARMLESS):
             rule = "is a hook of Lightning's Trainer, and nobody here calls it"
-            yield name, rule, _UNCALLED.get(name, "do it in a step, or log a Metric object in one")
+            yield name, rule, "do it in a step, or by a field of the job (docs/lightning.md)"
 
 
 def _unusable(name: str, loader: Any) -> Iterator[tuple[str, str, str]]:

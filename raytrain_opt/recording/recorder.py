@@ -1,8 +1,4 @@
-"""Write the records of a run, and the same numbers for TensorBoard.
-
-tensorboardX's SummaryWriter writes in a thread. On a full disk that thread dies, and the run then
-blocks forever when its queue is full. So `TensorBoard` here writes events itself.
-"""
+"""Write the records of a run, and the same numbers for TensorBoard."""
 
 from __future__ import annotations
 
@@ -133,12 +129,15 @@ def versions() -> dict[str, str]:
 
 
 class TensorBoardWriter:
-    """Writer of event files in `folder`. Raises StorageError when they cannot be written."""
+    """Writer of event files in `folder`. Raises StorageError when they cannot be written.
+
+    tensorboardX's SummaryWriter would block the run forever on a full disk, where its thread dies.
+    """
 
     def __init__(self, folder: Path) -> None:
         from tensorboardX.event_file_writer import EventsWriter
 
-        self._closed, self._action = False, f"{folder} cannot be written"
+        self._action = f"{folder} cannot be written"
         with storage_errors(self._action):
             folder.mkdir(exist_ok=True)
             self._writer = EventsWriter(str(folder / "events"))
@@ -157,10 +156,8 @@ class TensorBoardWriter:
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
-        if not self._closed:
-            self._closed = True
-            with suppress(OSError):  # all points are written, or their error was raised
-                self._writer.close()
+        with suppress(OSError, ValueError):  # all points are written, or their error was raised
+            self._writer.close()
 
 
 class EventLog:

@@ -22,10 +22,8 @@ def write_report(
 ) -> str:
     """Write `report.html` into a run directory; return the page's location.
 
-    `shown`: the directory as the user knows it. `result`: its result, when that is not written
-    yet.
-
-    Raises what `read_run` raises, and StorageError when the page cannot be written.
+    `shown`: the directory as the user knows it. `result`: when that is not written yet. Raises
+    what `read_run` raises, and StorageError when the page cannot be written.
     """
     from raytrain_opt.report.page import report_page
 

@@ -102,11 +102,9 @@ class RunRecords:
 def read_run(run_dir: str, shown: str | None = None) -> RunRecords:
     """Read the records of a run, from a directory or a URI.
 
-    `shown`: the run directory as the user knows it, when that is another one. A last line that is
-    not complete is left out: the run was interrupted, or is writing it.
-
-    Raises JobError when there is no run, RecordError naming file and line when a record is
-    damaged, StorageError when the storage cannot be read.
+    `shown`: the run directory as the user knows it, when that is another one. Raises JobError when
+    there is no run, RecordError naming file and line when a record is damaged, StorageError when
+    the storage cannot be read.
     """
     problems = check_uri(run_dir, "RUN_DIR")
     if problems:

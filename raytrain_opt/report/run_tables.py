@@ -80,25 +80,12 @@ def _candidate(candidate: CandidateRecord, metric: Metric, *, several: bool, won
     return text.replace(" ", "\N{NO-BREAK SPACE}")
 
 
-# Parts of a training step in records (train.step_timer), and their names.
-_PARTS = {
-    "data_wait_s": "data wait",
-    "copy_s": "copy",
-    "forward_s": "forward",
-    "backward_s": "backward",
-    "update_s": "update",
-}
-
-
 def probes_table(run: RunRecords) -> Table:
     """Return a row per probe, in order."""
-    columns = ("probe", "batch size", "samples/s", "±", "busy", "memory", *_PARTS.values())
+    columns = ("probe", "batch size", "samples/s", "±", "busy", "memory", "reason")
     rows = [_probe_row(record) for record in run.probes]
-    caption = (
-        "All probes in order. Parts: mean times of a step. Busy: utilization of the device, mean "
-        "of the larger half of its samples."
-    )
-    return Table("probes", caption, (*columns, "reason"), rows, wide=("reason",))
+    caption = "All probes in order. Busy: utilization of the device, mean of the larger half."
+    return Table("probes", caption, columns, rows, wide=("reason",))
 
 
 def _probe_row(record: BatchSizeProbeRecord) -> list[str]:
@@ -110,7 +97,6 @@ def _probe_row(record: BatchSizeProbeRecord) -> list[str]:
         plain(record.samples_per_s_error, 3),
         "–" if busy is None else f"{busy:.0f} %",
         "–" if memory is None else f"{memory:,.0f} MiB",
-        *(duration(record.timings_s.get(part)) for part in _PARTS),
         record.reason + (f"; {record.error}" if record.error else ""),
     ]
 
@@ -137,6 +123,17 @@ def classes_table(record: PredictionsRecord) -> Table:
     shown = "All" if len(rows) == len(order) else f"The {len(rows)} worst"
     columns = ("class", "samples", "accuracy", "most often taken for")
     return Table("classes", f"{shown} classes by accuracy.", columns, rows)
+
+
+def mistakes_table(record: PredictionsRecord) -> Table:
+    """Return a row per mistake, highest confidence first."""
+    names = record.class_names
+    rows = []
+    for m in record.mistakes:
+        sample = m.file or f"test sample {m.sample}"
+        rows.append([sample, names[m.label], names[m.predicted], percent(m.confidence)])
+    columns = ("sample", "labeled", "taken for", "confidence")
+    return Table("mistakes", "Mistakes with the highest confidence.", columns, rows)
 
 
 def events_table(run: RunRecords) -> Table:

@@ -157,8 +157,14 @@ def _data_wait(run: RunRecords) -> Iterator[str]:
     if not steps_s or waited_s <= _MAX_DATA_WAIT * steps_s:
         return
     loaders = run.job["data"].get("loader_workers")
-    advice = f"use more data.loader_workers (now {loaders}), smaller image files, or more cores"
-    if loaders is None:  # data in memory
+    advice = f"data.loader_workers: auto (now {loaders}) adds loader processes until they keep up"
+    if loaders == "auto":
+        advice = (
+            "data.loader_workers: auto starts at most one loader process for each of "
+            "workers.threads. If decoding is slow, use smaller image files, or more cores for "
+            "each worker; if storage is slow, a larger number of data.loader_workers"
+        )
+    elif loaders is None:  # data in memory
         advice = "the workers prepare these data themselves; less in data.augment helps"
     fraction = percent(waited_s / steps_s, 0)
     yield f"Workers waited for data in {fraction} of the main training's time: {advice}"

@@ -70,12 +70,15 @@ class Classification:
         )
 
     def training_loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return the mean loss."""
-        x, labels = batch
+        """Return the mean loss, of mixed samples over both labels."""
+        x, labels, *mixed = batch
         output = model(x)
-        # torch divides by the weights of the batch: then micro-batches would count differently.
-        weighted = self._class_weights is not None
-        return self._losses(output, labels).mean() if weighted else self.loss(output, labels)
+        loss = self._mean_loss(output, labels)
+        if not mixed:
+            return loss
+        other_labels, weight = mixed
+        mixed_loss: Tensor = weight * loss + (1 - weight) * self._mean_loss(output, other_labels)
+        return mixed_loss
 
     def validation_metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
         """Return loss (of a user's function: the batch's mean), accuracy and top-5."""
@@ -87,6 +90,11 @@ class Classification:
         else:
             losses = self.loss(output, labels).expand(len(labels))
         return {"loss": losses, "accuracy": hits[:, 0], "top5": hits.any(dim=1)}
+
+    def _mean_loss(self, output: Tensor, labels: Tensor) -> Tensor:
+        # torch divides by the weights of the batch: then micro-batches would count differently.
+        weighted = self._class_weights is not None
+        return self._losses(output, labels).mean() if weighted else self.loss(output, labels)
 
     def _losses(self, output: Tensor, labels: Tensor) -> Tensor:
         losses = self.loss(output, labels, reduction="none")

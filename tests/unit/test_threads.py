@@ -6,47 +6,22 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
-import psutil
 import pytest
 
 from raytrain_opt import threads
-from raytrain_opt.threads import Cores, available_cores
+from raytrain_opt.threads import available_cores, choose_threads
 
 
 @pytest.mark.parametrize(
-    ("available", "idle", "processes", "expected"),
-    [
-        # A quiet machine: all cores, in even parts.
-        (16, 15.6, 1, 16),
-        (16, 15.6, 3, 5),
-        (2, 2.0, 4, 1),
-        # One thread per idle core.
-        (2, 1.1, 1, 1),
-        (16, 12.4, 4, 3),
-        # All cores are busy.
-        (1, 0.0, 1, 1),
-        (64, 0.0, 2, 8),
-    ],
-)
-def test_threads_follow_the_idle_cores(
-    available: int, idle: float, processes: int, expected: int
-) -> None:
-    assert Cores(available, idle).threads(processes) == expected
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"), [("3", 3), ("2,1", 2), ("", None), ("0", None), ("x", None)]
+    ("value", "expected"), [("3", 3), ("2,1", 2), ("", 2), ("0", 2), ("x", 2)]
 )
 def test_the_users_number_of_threads_wins(
-    value: str, expected: int | None, monkeypatch: pytest.MonkeyPatch
+    value: str, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", value)
-    monkeypatch.setattr(threads, "_idle_cores", lambda: 1.0)
-    cores = Cores.measure()
-    assert cores.requested == expected
-    assert cores.threads(7) == expected or expected is None
+    monkeypatch.setattr(threads, "available_cores", lambda: 16)
+    assert choose_threads(7, lambda _: None) == expected
 
 
 @pytest.mark.parametrize(
@@ -71,38 +46,19 @@ def test_a_container_has_the_cores_of_its_limit(
     assert available_cores(tmp_path) == limit
 
 
-def test_cores_that_others_use_are_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within a second, three cores of four: one idles, one waits for a disk, one is used by us."""
-    now_s = [0.0]
-
-    def core(idle_s: float, iowait_s: float = 0.0) -> SimpleNamespace:
-        return SimpleNamespace(idle=idle_s * now_s[0], iowait=iowait_s * now_s[0])
-
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2, 3})
-    monkeypatch.setattr(
-        psutil, "cpu_times", lambda percpu: [core(1), core(1), core(0.25, 0.75), core(0)]
-    )
-    clock = SimpleNamespace(
-        monotonic=lambda: now_s[0],
-        process_time=lambda: 0.5 * now_s[0],
-        sleep=lambda seconds: now_s.__setitem__(0, now_s[0] + seconds),
-    )
-    monkeypatch.setattr(threads, "time", clock)
-    assert threads._idle_cores() == pytest.approx(2.5)
-
-
-def test_a_user_is_told_of_threads_that_are_fewer_or_spin(monkeypatch: pytest.MonkeyPatch) -> None:
-    def told(cores: Cores, processes: int = 1) -> str:
+def test_a_user_is_told_of_threads_that_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(processes: int) -> str:
         lines: list[str] = []
-        cores.choose(processes, lines.append)
+        choose_threads(processes, lines.append)
         return "\n".join(lines)
 
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(threads, "available_cores", lambda: 2)
     monkeypatch.setattr(threads, "THREADS_SPIN", False)
-    assert told(Cores(2, 1.9)) == told(Cores(3, 3.0), 2) == told(Cores(8, 8, requested=1)) == ""
-    assert "other programs use 1.8 of 2 cores: computing with 1 per process" in told(Cores(2, 0.2))
+    assert told(1) == ""
     monkeypatch.setattr(threads, "THREADS_SPIN", True)
-    assert "torch was imported before raytrain_opt" in told(Cores(2, 2.0))
-    assert told(Cores(1, 1.0)) == ""
+    assert "torch was imported before raytrain_opt" in told(1)
+    assert told(2) == ""
 
 
 @pytest.mark.parametrize(
@@ -132,26 +88,32 @@ def test_waiting_threads_sleep_from_the_import_on(
 
 
 @pytest.mark.parametrize(
-    ("cores", "processes", "asked", "expected"),
+    ("requested", "processes", "asked", "expected"),
     [
-        (Cores(8, 8.0), 1, [8], 2),
-        (Cores(8, 8.0), 2, [4], 2),
-        (Cores(8, 2.9), 1, [3], 2),
+        ("", 1, [8], 2),
+        ("", 2, [4], 2),
         # Nothing to choose.
-        (Cores(8, 8.0), 8, [], 1),
-        (Cores(8, 8.0, requested=4), 1, [], 4),
+        ("", 8, [], 1),
+        ("4", 1, [], 4),
     ],
 )
-def test_a_training_is_timed_with_the_threads_that_are_free(
-    cores: Cores, processes: int, asked: list[int], expected: int
+def test_a_training_is_timed_with_the_threads_that_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+    requested: str,
+    processes: int,
+    asked: list[int],
+    expected: int,
 ) -> None:
     calls: list[int] = []
     lines: list[str] = []
+    monkeypatch.setenv("OMP_NUM_THREADS", requested)
+    monkeypatch.setattr(threads, "available_cores", lambda: 8)
+    monkeypatch.setattr(threads, "THREADS_SPIN", False)
 
     def fastest(most: int) -> int:
         calls.append(most)
         return 2
 
-    assert cores.choose(processes, lines.append, fastest) == expected
+    assert choose_threads(processes, lines.append, fastest) == expected
     assert calls == asked
     assert any("more are not faster" in line for line in lines) == bool(asked)

@@ -24,10 +24,10 @@ def leave() -> NoReturn:
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        (lambda: sys.exit(0), r"<lambda> \(.*test_user_code.py:\d+\) called sys.exit\(0\)"),
+        (lambda: sys.exit(0), r"test_user_code.py:\d+ in <lambda> called sys.exit\(0\)"),
         (lambda: sys.exit(), r"called sys.exit\(\)"),
-        (parse, r"parse \(.*test_user_code.py:\d+\) called sys.exit\(2\)"),
-        (leave, r"leave \(.*test_user_code.py:\d+\) raised GeneratorExit"),
+        (parse, r"test_user_code.py:\d+ in parse called sys.exit\(2\)"),
+        (leave, r"test_user_code.py:\d+ in leave raised GeneratorExit"),
     ],
 )
 def test_an_exit_is_an_error_that_names_the_function(

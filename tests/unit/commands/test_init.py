@@ -216,12 +216,7 @@ def refuse(folder: Path, output: Path, message: str) -> None:
 def test_files_that_cannot_be_read_are_explained(tmp_path: Path, output: Path) -> None:
     folder = tmp_path / "set"
     write_classes(folder, "I;16", a=5, b=5)
-    refuse(tmp_path, output, "no examined .* a can be read; .*png .*: 16-bit or float gray image")
-    for file in folder.glob("a/*"):
-        write_image(file)
-    for file in folder.glob("b/*"):
-        file.write_bytes(b"text")
-    refuse(tmp_path, output, "no examined file of class b can be read; .*/b/.*it is not an image")
+    refuse(tmp_path, output, "no examined file can .*png .*: 16-bit or float gray image")
 
 
 def test_what_is_left_out_is_said(tmp_path: Path, output: Path) -> None:

@@ -100,7 +100,7 @@ def test_image_files_get_the_classes_of_their_folders(photo_run: str, photos: Pa
     predictions = json.loads(result.output)["predictions"]
     assert len(predictions) == 12
     [evaluated] = evaluate_runs([photo_run], ensemble=False).runs
-    wrong = [p for p in predictions if Path(p["image"]).parent.name != p["classes"][0]["name"]]
+    wrong = [p for p in predictions if Path(p["image"]).parent.name != p["classes"][0][0]]
     assert len(wrong) / 12 == pytest.approx(evaluated.metrics["top1_error"])
 
 
@@ -243,7 +243,7 @@ def test_without_images_the_test_set_is_predicted(texts: str, photo_run: str) ->
         output = invoke("predict", run_dir, "--trust", "--json").stdout
         predictions = json.loads(output)["predictions"]
         assert predictions[0]["image"].endswith(sample)
-        wrong = [p for p in predictions if p["values"]["label"] != p["classes"][0]["name"]]
+        wrong = [p for p in predictions if p["values"]["label"] != p["classes"][0][0]]
         [evaluated] = evaluate_runs([run_dir], ensemble=False, trust=True).runs
         assert len(predictions) == evaluated.samples
         assert len(wrong) / len(predictions) == pytest.approx(evaluated.metrics["top1_error"])
@@ -301,15 +301,15 @@ def test_onnx_without_its_packages_names_the_extra(
 
 
 def test_an_export_compares_a_picture_with_predict(
-    digits: str, photo_run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    digits: str, photo_run: str, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stretched gray and cropped color images; then metadata that lack a step."""
-    for run_dir, source in ((digits, "a made-up picture"), (photo_run, "a picture of the test")):
-        output = invoke("export", run_dir, "--format", "safetensors", "--output", f"{tmp_path}/a")
-        assert f"\n{source}" in output.stdout
-        assert "has the probabilities of predict (largest difference" in output.stdout
+    output = invoke("export", photo_run, "--format", "safetensors", "--output", f"{tmp_path}/a")
+    assert "\na picture of the test set, prepared as" in output.stdout
+    picture = next(photos.rglob("*.png")).read_bytes()
+    for run_dir in (digits, photo_run):
         model = load_model(run_dir, device="cpu")
-        assert (export(model, "safetensors", f"{tmp_path}/a")[1] or 0) < 0.1
+        assert (export(model, "safetensors", f"{tmp_path}/a", picture)[1] or 1) < 0.1
     (tmp_path / "a").unlink()
 
     def without_scaling(*arguments: Any) -> dict[str, Any]:
@@ -319,7 +319,7 @@ def test_an_export_compares_a_picture_with_predict(
     with pytest.raises(
         RaytrainOptError, match=r"differs from what predict .* no file was written"
     ):
-        export(model, "safetensors", f"{tmp_path}/b")
+        export(model, "safetensors", f"{tmp_path}/b", picture)
     assert not list(tmp_path.iterdir())
 
 

@@ -91,7 +91,7 @@ BROKEN = [
     (STPT + "alpha: -3}", "learning_rate.alpha", "must be greater than 0 (given: -3)"),
     (STPT + "candidates: narow}", "learning_rate.candidates", "list (given: 'narow'); did you"),
     ("workers: {resources: {GPU: 1.5}}", "workers.resources", "GPU must be an integer above 1"),
-    (STPT + "candidates: []}", "learning_rate.candidates", "at least one multiplier"),
+    (STPT + "candidates: []}", "learning_rate.candidates", "at least 1 item"),
     (CIFAR + "normalize: atuo}", "data.normalize", "did you mean 'auto'?"),
     (
         CIFAR + "normalize: [[1], [a]]}",
@@ -114,12 +114,6 @@ BROKEN = [
         "loss.label_smoothing",
         "applies to cross_entropy only",
     ),
-    (
-        "data: {name: image_folder, root: x, labels: a.csv, test_split: test}",
-        "data.labels",
-        "has a column split; remove train_split and test_split",
-    ),
-    ("optimizer: {args: {lr: 1}}", "optimizer.args", "use learning_rate.initial"),
     ("workers: {count: {min: 3, max: 2}}", "workers.count.min", "is more than max, 2"),
     (
         "loss: {class_weights: balanced}\ndata: {name: digits, sampler: balanced}",
@@ -171,12 +165,10 @@ BROKEN = [
         "must be true",
     ),
     (
-        SCHEDULE + "shape: plateau, plateau_on: val_metric}\n"
-        "data: {name: digits, validation_fraction: 0}",
+        SCHEDULE + "shape: plateau}\ndata: {name: digits, validation_fraction: 0}",
         "data.validation_fraction",
         "set it above 0",
     ),
-    (SCHEDULE + "plateau_on: val_metric}", "learning_rate.plateau_on", "for shape plateau only"),
 ]
 
 

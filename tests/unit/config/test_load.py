@@ -94,7 +94,7 @@ def test_weights_are_averaged_by_default_where_the_policy_lets_the_rate_fall(
         ({"policy": "schedule"}, None, HoldOut(0.0)),
         ({"policy": "schedule"}, 0.1, HoldOut(0.1)),
         (
-            {"policy": "schedule", "shape": "plateau", "plateau_on": "val_metric"},
+            {"policy": "schedule", "shape": "plateau"},
             None,
             HoldOut(0.1),
         ),

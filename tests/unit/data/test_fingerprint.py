@@ -52,6 +52,20 @@ def swap(root: Path) -> None:
     shutil.move(dog / "9.png", cat / "10.png")
 
 
+def exchange_contents(root: Path) -> None:
+    """Give two files each other's content: all names, labels and sizes stay."""
+    first, second = root / "train/cat/3.png", root / "train/dog/4.png"
+    size = max(path.stat().st_size for path in (first, second))
+    contents = [path.read_bytes().ljust(size, b"\0") for path in (second, first)]
+    for path, content in zip((first, second), contents, strict=True):
+        path.write_bytes(content)
+
+
+def equal_sizes(root: Path) -> None:
+    exchange_contents(root)
+    exchange_contents(root)
+
+
 def write_labels(root: Path, first: str = "cat") -> None:
     rows = [f"{split}/{c}/{i}.png,{c},{'test' if split == 'val' else split}"
             for split, n in (("train", 10), ("val", 3)) for c in ("cat", "dog")
@@ -123,6 +137,11 @@ CASES: dict[str, tuple[Change, Callable[[Path], dict[str, Any]], Change, str]] =
     "file replaced": (
         nothing, folder_section,
         lambda root: shutil.copy(root / "train/cat/3.png", root / "train/cat/4.png"), "samples, ",
+    ),
+    "contents exchanged": (equal_sizes, folder_section, exchange_contents, "samples, "),
+    "contents in shards exchanged": (
+        lambda root: pack(root, equal_sizes), shards_section,
+        lambda root: pack(root, exchange_contents), r"data\.train: .*samples, ",
     ),
     "array value": (
         write_arrays, arrays_section, lambda root: write_arrays(root, 1), r"data\.train: .*sam",

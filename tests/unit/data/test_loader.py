@@ -7,6 +7,7 @@ import pickle
 import random
 import shutil
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -187,6 +188,35 @@ def process_numbers() -> Any:
     return ProcessNumbers(26), ProcessNumbers(8)
 
 
+class Slow(ProcessNumbers):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        time.sleep(0.01)
+        return super().__getitem__(index)
+
+
+def slow() -> Any:
+    return Slow(26), Slow(8)
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker:UserWarning")
+@pytest.mark.parametrize(
+    ("workers", "train_s", "expected"), [("auto", 0.002, 3), (2, 0.002, 2), ("auto", 0.03, 2)]
+)
+def test_loader_processes_are_added_until_they_keep_up_within_the_threads(
+    workers: Any, train_s: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    with open_section(dataset_section(slow, loader_workers=workers)) as data:
+        pids: list[set[int]] = []
+        for number in range(3):
+            pids.append(set())
+            for batch in data.train_batches(number, product(range(12), range(1)), 1, 2):
+                pids[-1].update(batch.x[:, 0].tolist())
+                time.sleep(train_s)
+    assert [len(p) for p in pids] == [2, expected, expected]
+    assert pids[1] == pids[2]
+
+
 def test_loader_processes_use_one_thread_and_end_with_close() -> None:
     with open_section(dataset_section(process_numbers, loader_workers=1)) as data:
         [[pid, threads]] = concatenate(read_epoch(data))[0].unique(dim=0).int().tolist()
@@ -258,13 +288,13 @@ def test_files_are_those_of_torchvisions_image_folder(image_tree: Path) -> None:
     (train / "cat" / "notes.txt").write_text("no image")
     shutil.copytree(train / "dog", image_tree / "elsewhere")
     (train / "lynx").symlink_to("../elsewhere")
-    expected, files = ImageFolder(train), list_folder(train, Counter())
+    expected, files = ImageFolder(train), list_folder(train, Counter(), {})
     assert files.classes == expected.classes
     assert [files[i] for i in range(len(files))] == expected.samples
 
 
 def test_what_is_no_image_of_a_class_is_left_out_and_said(image_tree: Path) -> None:
-    before, cat = len(list_folder(image_tree / "train", Counter())), image_tree / "train/cat"
+    before, cat = len(list_folder(image_tree / "train", Counter(), {})), image_tree / "train/cat"
     for folder in (".ipynb_checkpoints", "@eaDir", "__MACOSX"):
         shutil.copytree(image_tree / "train/dog", cat / folder)
         shutil.copytree(image_tree / "train/dog", image_tree / "train" / folder)
@@ -272,15 +302,41 @@ def test_what_is_no_image_of_a_class_is_left_out_and_said(image_tree: Path) -> N
         shutil.copy(cat / "0.png", cat / name)
     for name, target in {"self": ".", "up": "..", "dog": "../dog", "all": "/"}.items():
         (cat / name).symlink_to(target)
+    os.mkfifo(cat / "fifo.png")
     source = ImageFolderSource(folder_section(image_tree))
     assert source.size("train") == before
     assert source.class_names == ("cat", "dog")
     [note] = source.notes
     assert note.startswith(
-        "17 files or folders are left out: 8 hidden, 4 link to a folder, 2 .gif"
+        "18 files or folders are left out: 8 hidden, 4 link to a folder, 2 .gif"
     )
-    for kind in ("1 .jfif", "1 no suffix", "1 beside the folders of classes"):
+    for kind in ("1 .jfif", "1 no suffix", "1 no plain file", "1 beside the folders of classes"):
         assert kind in note
+
+
+@pytest.mark.parametrize(
+    ("link", "target"),
+    [
+        ("train/lynx", "cat"),
+        ("train/all", ".."),
+        ("train/self", "."),
+        ("train/cat/twice.png", "0.png"),
+        ("train/cat/other.png", "../dog/1.png"),
+        ("train/cat/tested.png", "../../val/dog/1.png"),
+    ],
+)
+def test_a_file_with_two_classes_or_in_two_sets_is_refused(
+    image_tree: Path, link: str, target: str
+) -> None:
+    (image_tree / link).symlink_to(target)
+    for split in ("train", "val"):  # the class exists in both sets
+        (image_tree / split / Path(link).parts[1]).mkdir(exist_ok=True)
+    if len(Path(link).parts) == 2:
+        shutil.copytree(
+            image_tree / "val/cat", image_tree / "val" / Path(link).name, dirs_exist_ok=True
+        )
+    with pytest.raises(DataError, match=rf"{image_tree}.* and {image_tree}.* are one file"):
+        new_data(folder_section(image_tree))
 
 
 def test_links_to_files_elsewhere_are_samples_and_broken_ones_are_named(image_tree: Path) -> None:
@@ -459,10 +515,13 @@ def test_files_are_found_from_any_folder(
         # One file counts once, by whatever name.
         (f"file,label,split\n{ROWS}val/dog/0.png,rex,test\n", "lines 4 and 5 name one file"),
         (f"file,label,split\n{ROWS}./val//dog/0.png,tom,test\n", "lines 4 and 5 name one file"),
+        (f"file,label,split\n{ROWS}link/0.png,tom,test\n", "lines 4 and 5 name one file"),
     ],
 )
 def test_a_wrong_csv_file_is_explained(image_tree: Path, text: str, message: str) -> None:
     os.mkfifo(image_tree / "train/fifo.png")
+    (image_tree / "link.png").symlink_to("val/dog/0.png")
+    (image_tree / "link").symlink_to("val/dog")
     section = folder_section(image_tree, labels=write_labels(image_tree, text))
     with pytest.raises(DataError, match=rf"data\.labels: .*labels\.csv {message}") as caught:
         new_data(section)
@@ -572,6 +631,13 @@ def test_floats_and_integers_are_unchanged_and_other_types_are_cast() -> None:
     assert torch.equal(only_batch(samples_section((tokens, 0))).x[0], tokens)
 
 
+def test_integers_are_not_mixed() -> None:
+    tokens = (torch.tensor([1, 2]), 0)
+    with pytest.raises(DataError, match=r"mixup: needs samples of floats .* are torch\.int64"):
+        new_data(samples_section(tokens, augment={"mixup": 0.2}))
+    new_data(samples_section(tokens, augment={"mixup": 0.2}, normalize=([0, 0], [1, 1])))
+
+
 class Pair(NamedTuple):
     left: Any
     right: Any
@@ -589,7 +655,7 @@ def test_batches_of_a_task_have_the_nesting_of_its_samples(workers: int) -> None
     assert batch.x["a"].left.tolist() == [[1, 1]]
     number, inner = batch.x["a"].right
     assert (number, inner.left, inner.right) == (1, 2, (3,))
-    assert data.source.example["a"].right[1].left == 2
+    assert data.info.example["a"].right[1].left == 2
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import os
 import pickle
-import shutil
 import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -94,23 +93,6 @@ def test_shards_hold_the_images_of_their_folder(image_tree: Path, local: ShardsD
         shards.first_samples("test")
     assert pixels(one) == pixels(other)
     assert sorted(y for batch in one for y in batch.y.tolist()) == [0, 0, 0, 1, 1, 1]
-
-
-@pytest.mark.parametrize("where", ["folder", "URI"])
-def test_two_sets_are_never_mixed(
-    image_tree: Path, tmp_path: Path, s3: S3Server, where: str
-) -> None:
-    """Packing again replaces a set, but not if shards of the earlier one would stay."""
-    output = s3.new_uri() if where == "URI" else f"{tmp_path}-shards"
-    shards, _ = pack(image_tree, output)
-    before = storage.read(output, "train-000000.tar")
-    with pytest.raises(DataError, match=r"holds \d+ shards of another set, as train-000001\.tar"):
-        write_shards(image_tree, output, 2**30, lambda _: None)
-    assert storage.read(output, "train-000000.tar") == before
-    assert pack(image_tree, output)[0] == shards
-    shutil.rmtree(image_tree / "val")
-    with pytest.raises(DataError, match=r"holds .* shards of another set, as val-000000\.tar"):
-        pack(image_tree, output)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

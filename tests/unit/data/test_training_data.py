@@ -21,7 +21,12 @@ from raytrain_opt.errors import DataError
 BATCH_SIZE, MICRO_BATCHES = 12, 3
 INDICES = [(4, 2), (0, 0), (4, 1), (7, 0), (0, 0)]
 AUGMENT = {"crop_padding": 1, "flip": True}
-POLICY = {"policy": "rand_augment"}
+EVERYTHING = {
+    "policy": "rand_augment",
+    "random_erasing": 0.5,
+    "mixup": 0.5,
+    "cutmix": 1.0,
+}
 
 
 def numbers() -> tuple[TensorDataset, TensorDataset]:
@@ -55,9 +60,9 @@ KINDS = ["in memory", "no loader process", "two loader processes"]
 @pytest.fixture(params=[*KINDS, *(f"{kind}, augmented" for kind in KINDS)])
 def data(request: pytest.FixtureRequest) -> Iterator[TrainingData]:
     user = {"name": numbers, "num_classes": 2, "normalize": "none"}
-    augmented = {**user, "name": images, "augment": POLICY}
+    augmented = {**user, "name": images, "augment": EVERYTHING}
     sections: dict[str, Any] = {
-        "in memory, augmented": {"name": "digits", "augment": {**AUGMENT, **POLICY}},
+        "in memory, augmented": {"name": "digits", "augment": {**AUGMENT, **EVERYTHING}},
         "no loader process, augmented": {**augmented, "loader_workers": 0},
         "two loader processes, augmented": {**augmented, "loader_workers": 2},
         "in memory": {"name": "digits", "augment": AUGMENT},
@@ -76,6 +81,9 @@ def test_micro_batches_in_any_order(data: TrainingData) -> None:
         [expected] = data.train_batches(2, [(step, number)], MICRO_BATCHES, BATCH_SIZE)
         assert torch.equal(batch.x, expected.x)
         assert torch.equal(batch.y, expected.y)
+        assert batch.weight == expected.weight
+        if batch.other_y is not None and expected.other_y is not None:
+            assert torch.equal(batch.other_y, expected.other_y)
 
 
 Open = Callable[..., TrainingData]

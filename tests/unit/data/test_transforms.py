@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from raytrain_opt.config.data import PolicyName
 from raytrain_opt.data import sampling, transforms
 from raytrain_opt.data.transforms import Preprocessing
 from raytrain_opt.errors import DataError
-from raytrain_opt.random_state import seed_all
 
 CPU = torch.device("cpu")
 
@@ -98,20 +96,3 @@ def test_a_wrong_mean_or_std_is_an_error(
 ) -> None:
     with pytest.raises(DataError, match=rf"data\.normalize.*{message}"):
         transforms.resolve_preprocessing(normalize, (3, 8, 8), True, None)
-
-
-@pytest.mark.parametrize("name", ["rand_augment", "trivial_augment"])
-def test_a_policy_changes_images_by_their_seeds(name: PolicyName) -> None:
-    policy, image = transforms.make_policy(name, (3, 16, 12), True), images(16, 12, 3)
-    assert policy is not None
-    changed = []
-    for seed in (*range(6), 0):
-        seed_all(seed)
-        changed.append(policy(image))
-    assert all(result.shape == image.shape for result in changed)
-    assert len({result.numpy().tobytes() for result in changed}) > 3
-    assert torch.equal(changed[0], changed[-1])
-    assert transforms.make_policy("none", (5,), False) is None
-    for shape, is_image in (((3, 8, 8), False), ((2, 8, 8), True), ((4, 8, 8), True)):
-        with pytest.raises(DataError, match=r"data\.augment\.policy: needs .*images"):
-            transforms.make_policy(name, shape, is_image)

@@ -107,21 +107,15 @@ def test_a_command_that_was_killed_after_the_result_is_repeated_without_training
 def test_a_resumed_run_computes_with_the_threads_that_it_began_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The number of threads may change bits, and by the resume other programs may have come."""
+    """The number of threads may change bits, and by the resume others may be as fast."""
     computed: list[int] = []
     monkeypatch.setattr("torch.set_num_threads", computed.append)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4))
-    timed = "raytrain_opt.train.thread_choice.fewest_fast_threads"
-    monkeypatch.setattr(timed, lambda _, most: most)
-
-    def idle(cores: float) -> None:
-        monkeypatch.setattr("raytrain_opt.threads._idle_cores", lambda: cores)
-
-    idle(3.1)
+    timed, fast = "raytrain_opt.train.thread_choice.fewest_fast_threads", [3, 1]
+    monkeypatch.setattr(timed, lambda *_: fast.pop(0))
     first = run(tiny_job(tmp_path, epochs=1, workers={"count": 1}), in_process=True)
     assert load_job(Path(first.run_dir, "job.yaml")).workers.threads == 3
-    idle(0.0)
     run(tiny_job(tmp_path, epochs=2, workers={"count": 1}), in_process=True, resume=first.run_dir)
     assert computed == [3, 3]
     run(tiny_job(tmp_path, epochs=1, workers={"count": 1}), in_process=True)

@@ -128,7 +128,6 @@ JOBS: dict[str, dict[str, Any]] = {
         "learning_rate": {
             "policy": "schedule",
             "shape": "plateau",
-            "plateau_on": "val_metric",
             "patience": 1,
         },
     },
@@ -329,7 +328,9 @@ def kill_in_step(run: TrainingRun, number: int, every: int) -> None:
 def random_job(chance: random.Random, folder: Path) -> Job:
     """Draw from what trainings are made of. Raises JobError for what is refused together."""
     pick = chance.choice
-    augment = pick([{}, {"crop_padding": 1, "flip": True}, {"policy": "trivial_augment"}])
+    augment = pick(
+        [{}, {"crop_padding": 1, "flip": True}, {"mixup": 0.2}, {"random_erasing": 0.3}]
+    )
     sampler, drop_last = pick(["random", "balanced"]), pick([True, False])
     rate = pick(
         [

@@ -139,7 +139,7 @@ WEIGHTED = {"sampler": WeightedRandomSampler([1.0] * 50, 50)}
         ),
         (
             lambda p: small_job(p, with_attributes(configure_callbacks=list)),
-            "configure_callbacks: is a hook .*write stop",
+            "configure_callbacks: is a hook .*field of the job",
         ),
         (lambda p: small_job(p, torch.nn.Linear(1, 1)), "Linear is none of LightningModule"),
         (

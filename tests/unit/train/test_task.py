@@ -82,6 +82,13 @@ def test_the_mean_of_all_samples_is_that_of_the_batch() -> None:
         torch.testing.assert_close(values["loss"].mean(), loss)
 
 
+def test_mixed_samples_have_the_loss_of_both_labels() -> None:
+    task, other = Classification(LossSection()), torch.tensor([1, 1])
+    mixed = task.training_loss(nn.Identity(), (OUTPUT, LABELS, other, 0.25))
+    losses = [task.training_loss(nn.Identity(), (OUTPUT, y)) for y in (LABELS, other)]
+    torch.testing.assert_close(mixed, 0.25 * losses[0] + 0.75 * losses[1])
+
+
 def test_class_weights_are_factors_of_samples() -> None:
     section = LossSection(class_weights=[1, 2, 4], label_smoothing=0.1)
     task = build_task(TaskSection(), section, DataInfo(3, (3,), 8, 8, 0, 4))
