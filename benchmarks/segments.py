@@ -96,7 +96,10 @@ def measure(run: TrainingRun, repeats: int) -> Mapping[str, object]:
     run._save = lambda *args, **options: (saved.append(args), save(*args, **options))  # type: ignore
     for epoch in range(1, len(VARIANTS) * (repeats + 1) + 1):
         name = list(VARIANTS)[epoch % len(VARIANTS)]
-        training._segment, run.checkpoints.interval = segments[name], Interval(VARIANTS[name])
+        training._segments._steps, run.checkpoints.interval = (
+            segments[name],
+            Interval(VARIANTS[name]),
+        )
         action = run.policy.next(epoch, history)
         assert isinstance(action, TrainEpoch)
         if not costs:
@@ -105,7 +108,7 @@ def measure(run: TrainingRun, repeats: int) -> Mapping[str, object]:
             return costs
         before, began_s = len(saved), monotonic_s()
         state, losses = run.train_epoch(state, action)
-        segments[name] = training._segment
+        segments[name] = training._segments._steps
         if epoch > len(VARIANTS):  # in the first ones segments find their length
             seconds[name].append(monotonic_s() - began_s)
             saves += [len(saved) - before] * (name == "saved")

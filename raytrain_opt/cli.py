@@ -63,12 +63,6 @@ class _Command(click.Command):
                 _echo(traceback.format_exc(), err=True)
             _echo(f"error: {error}", err=True)
             raise SystemExit(error.exit_code) from error
-        except ModuleNotFoundError as error:
-            if error.name != "ray":
-                raise
-            rule = "error: this command needs Ray: pip install 'ray[default,train,tune]'"
-            _echo(f"{rule}; run --in-process trains without", err=True)
-            raise SystemExit(1) from error
         except KeyboardInterrupt as stop:
             raise SystemExit(exit_code(stop)) from stop
         if code:

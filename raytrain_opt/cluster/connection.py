@@ -1,12 +1,14 @@
-"""Connect to a Ray cluster, or start Ray on this machine; look at its nodes."""
+"""Connect to a Ray cluster, or start Ray on this machine; look at its nodes and their notices."""
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from raytrain_opt.cluster.fork_server import fork_server
 from raytrain_opt.cluster.ray_private import (
     as_local_node,
     available_resources_per_node,
+    draining_nodes,
     ended_processes,
     sigterm_handler_kept,
     start_processes_with,
@@ -39,6 +42,8 @@ _MAILBOX = "the mailbox, the process through which driver, workers and slots tal
 # What the mailbox answers at once takes milliseconds; minutes on a node that swaps.
 _ANSWER_S = 300.0
 _LOOK_S = 1.0  # whether Ray itself is alive
+# How often to look for notices of preemption, which clouds give 30 to 120 s before.
+_NOTICE_POLL_S = 5.0
 _SYMBOLIC_ADDRESSES = ("auto", "local")  # Ray resolves them itself
 
 
@@ -51,9 +56,14 @@ def check_address(address: str | None) -> None:
     if ray.is_initialized() or not target or target in _SYMBOLIC_ADDRESSES:
         return
     url = urlsplit(target if "://" in target else f"//{target}")
+    if url.scheme not in ("", "ray", "http", "https"):
+        return
     try:
-        if url.scheme not in ("", "ray") or not url.hostname or not url.port:
-            raise ValueError("it is not HOST:PORT of a cluster's head")
+        if url.scheme in ("http", "https"):
+            submit = f"ray job submit --address {target} --working-dir . -- python -m raytrain_opt"
+            raise ValueError(f"it is the URL of a dashboard, for: {submit} …")
+        if not url.hostname or not url.port:
+            raise ValueError("it has no HOST:PORT")
         socket.create_connection((url.hostname, url.port), _CONNECT_LIMIT_S).close()
     except (OSError, ValueError) as error:
         raise JobError([_unreachable(address, error)], "arguments") from error
@@ -230,3 +240,36 @@ def free_resources() -> list[dict[str, float]]:
     """Return the resources of each living node that nobody holds, as Ray knew a moment ago."""
     free = available_resources_per_node()
     return [free.get(node["NodeID"], {}) for node in alive_nodes()]
+
+
+@contextmanager
+def watch_preemption(note: Callable[[str], None]) -> Iterator[None]:
+    """Note which nodes will be taken away; end the run, as SIGTERM does, when it is this one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ended = threading.Event()
+    thread = threading.Thread(target=_watch_notices, args=(ended, note), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(_NOTICE_POLL_S)
+
+
+def _watch_notices(ended: threading.Event, note: Callable[[str], None]) -> None:
+    here, known = ray.get_runtime_context().get_node_id(), set[str]()
+    while not ended.wait(_NOTICE_POLL_S):
+        draining: set[str] = set()
+        # A control service that cannot be reached now.
+        with suppress(ray.exceptions.RayError, RuntimeError):
+            draining = draining_nodes()
+        if here in draining:
+            note("this node will be taken away: the run ends")
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        if draining - known:
+            nodes = "1 node" if len(draining) == 1 else f"{len(draining)} nodes"
+            note(f"{nodes} will be taken away: processes there start elsewhere")
+        known |= draining

@@ -12,7 +12,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -158,8 +158,11 @@ def ended_processes() -> list[str]:
 def start_processes_with(program: str) -> AbstractContextManager[None]:
     """Let a Ray that is started inside the block run `program` in place of `setup_worker.py`.
 
-    Ray joins the name of that file to a folder, so an absolute path replaces both.
+    Ray joins the name of that file to a folder, so an absolute path replaces both. Should Ray
+    rename it, its processes start as on a cluster.
     """
+    if not hasattr(ray_constants, "SETUP_WORKER_FILENAME"):
+        return nullcontext()
     return _replaced(ray_constants, "SETUP_WORKER_FILENAME", program)
 
 
@@ -220,6 +223,14 @@ def available_resources_per_node() -> dict[str, dict[str, float]]:
 
     free: dict[str, dict[str, float]] = state.available_resources_per_node()  # type: ignore[no-untyped-call]
     return free
+
+
+@client_mode_wrap  # type: ignore[untyped-decorator, unused-ignore]
+def draining_nodes() -> set[str]:
+    """Return the identities of the nodes that will be taken away."""
+    from ray._private.state import state
+
+    return set(state.get_draining_nodes())
 
 
 def _hex(identity: bytes) -> str:

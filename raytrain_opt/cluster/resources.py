@@ -25,9 +25,11 @@ import yaml
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.cluster.connection import alive_nodes, free_resources, total_resources
 from raytrain_opt.config.schema import Job, WorkersSection
-from raytrain_opt.errors import ResourcesError
+from raytrain_opt.errors import JobError, Problem, ResourcesError
 
 WORKER_FRACTION, SLOT_FRACTION = 0.6, 0.4
+# A call costs the mailbox up to 1 ms, so a command to as many takes a quarter of a second.
+_MAX_ASYNCHRONOUS = 256
 _EPSILON = 1e-6  # sums of fractions are not exact
 
 Resources = dict[str, float]
@@ -80,9 +82,13 @@ def _plan_workers(
     job: Job, nodes: Sequence[Mapping[str, float]], gpu: float
 ) -> tuple[PoolPlan, list[_Node]]:
     """Plan the workers, by default with this part of a GPU each; also return what is left."""
-    workers = job.workers
+    workers, is_async = job.workers, not job.parallel.common_steps
     use_gpu = _use_gpu(workers, nodes)
     count = _worker_count(job, nodes, use_gpu=use_gpu)
+    if is_async and count > _MAX_ASYNCHRONOUS:
+        rule = f"at most {_MAX_ASYNCHRONOUS} with async, each of which calls the mailbox"
+        hint = "use fewer workers, or parallel.mode: sync, whose first worker speaks for all"
+        raise JobError([Problem("workers.count", rule, str(count), hint)])
     worker = dict(workers.resources or _default(count, nodes, use_gpu, WORKER_FRACTION, gpu))
     _require_gpu("workers.resources", worker, use_gpu)
     free = [_Node(node) for node in nodes]
@@ -93,7 +99,7 @@ def _plan_workers(
             f"room for {len(placed)} on {_describe(nodes)}. Ask for fewer workers, for less in "
             "workers.resources, or add nodes."
         )
-    if use_gpu and job.parallel.common_steps and len(set(placed)) < len(placed):
+    if use_gpu and not is_async and len(set(placed)) < len(placed):
         raise ResourcesError(
             f"workers.resources: {_text(worker)} lets several workers use one GPU, and NCCL needs "
             "a GPU for each. Ask for more than 0.5 GPU, for fewer workers, or use "

@@ -37,11 +37,7 @@ class Predictions(NamedTuple):
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The metrics of a task on the test set; with classification `top1_error`, `top5_error`.
-
-    These are the fractions of samples whose label is not the top prediction, or not in the top
-    five.
-    """
+    """The metrics of a task on the test set; with classification `top1_error`, `top5_error`."""
 
     run: str
     checkpoint: str
@@ -109,10 +105,7 @@ def _problem(rule: str, run_dir: str) -> JobError:
 
 
 def find_run(run_dir: str, trust: bool, classifier: str | None = None) -> SavedRun:
-    """Return a run whose job is valid in all that its network needs. Raises JobError.
-
-    classifier: the command, if it needs classification.
-    """
+    """Return a run whose job is valid; `classifier`: the command, if it needs classification."""
     weights = find_weights(run_dir, "RUN_DIR")
     if not weights.job_file.is_file():
         raise _problem(f"is not a run directory: {weights.job_file} is missing", run_dir)

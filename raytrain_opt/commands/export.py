@@ -1,8 +1,7 @@
 """Write the network of a run in a format of other tools, after a check of what it computes.
 
-Every file takes the preprocessed input [batch, *sample_shape] and returns [batch, classes], for
-any size of the batch, and any length of padded samples. It carries the metadata of the checkpoint
-(class names, preprocessing).
+Every file takes preprocessed input [batch, *sample_shape], of any size and any length of padded
+samples, and returns [batch, classes]. It carries the metadata of the checkpoint.
 """
 
 from __future__ import annotations

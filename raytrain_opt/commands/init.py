@@ -96,10 +96,7 @@ def init(folder: Path, output: Path, echo: Callable[[str], object]) -> None:
 
 
 def _find_data(folder: Path, labels: Path) -> tuple[Section, list[Row], list[str]]:
-    """Return the data section, the rows of `labels` if it needs them, and lines about the choice.
-
-    Raises ValueError: there are no data, or they may have several meanings.
-    """
+    """Return the data section, the rows of `labels` if it needs them, and notes; or ValueError."""
     section: Section = {"name": "image_folder", "root": str(folder)}
     folders = class_folders(folder, Counter())
     with_classes = [name for name in folders if class_folders(folder / name, Counter())]
@@ -256,7 +253,5 @@ model: {model}  # for images of about {facts.side} pixels; or {{name: resnet18, 
 data:
   {data}
 epochs: {epochs}  # of {train // batch} updates
-# train_for: 1h  # in place of epochs: as many as fit into this time
 global_batch_size: {batch}  # samples of an update, over all workers
-# batch_size_search: {{strategy: throughput_knee}}  # measure it first, in about a minute
 """

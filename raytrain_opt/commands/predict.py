@@ -100,9 +100,8 @@ def _ranked(names: Sequence[str], row: Sequence[float]) -> tuple[tuple[str, floa
 def predict(model: TrainedModel, images: Sequence[str]) -> Iterator[Prediction]:
     """Yield the three most probable classes of each image, the most probable first.
 
-    images: files, or folders that are searched with all their subfolders. A file that
-    is not an image yields an error. Raises JobError for an argument that is no such file or
-    folder, or a network that does not take images.
+    images: files, or folders that are searched with their subfolders. A file that is no image
+    yields an error. Raises JobError: no such file or folder, or a network of no images.
     """
     if not model.preprocessing.is_image:
         rule = f"takes arrays of shape {model.sample_shape}, not images"

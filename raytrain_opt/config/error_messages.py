@@ -1,8 +1,7 @@
 """Translate pydantic's errors into the words and paths of the job file.
 
 pydantic names the alternatives of a union in its paths and reports one error for each of them;
-here every field has one problem: the path as in YAML, which is where the input has the value, the
-rule, the value and the nearest choice. Each section translates its own errors.
+here every field has one problem: path as in YAML, rule, value and nearest choice.
 """
 
 from __future__ import annotations

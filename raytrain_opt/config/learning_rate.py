@@ -192,12 +192,12 @@ class SchedulePolicy(_Policy):
     initial: PositiveFloat = 0.1
     """Rate after the warm-up, the peak of the schedule."""
     scaling: Scaling | None = Field(None, description=_SCALING)
-    shape: Literal["constant", "multistep", "plateau", "linear", "cosine", "arc_cotangent"] = (
-        "cosine"
-    )
+    shape: Literal[
+        "constant", "multistep", "plateau", "linear", "polynomial", "cosine", "arc_cotangent"
+    ] = "cosine"
     """How the rate falls after the warm-up."""
     final: NonNegativeFloat = 0.0
-    """Rate at the end (linear, cosine)."""
+    """Rate at the end (linear, polynomial, cosine)."""
     gamma: PositiveFloat = 0.1
     """Factor of the rate at each step (multistep, plateau)."""
     milestones: list[PositiveInt] = Field(default_factory=list)
@@ -205,6 +205,8 @@ class SchedulePolicy(_Policy):
     patience: PositiveInt = 4
     """The rate drops after more epochs in a row than this without a new best value of the task's
     metric, such as accuracy, on the validation split, which is then held out (plateau)."""
+    power: PositiveFloat = 2.0
+    """Exponent (polynomial)."""
     half_epoch: PositiveFloat | None = None
     """Epoch, from the start of training, at which the rate is half of `initial` (arc_cotangent).
     Default: the middle of the epochs after the warm-up."""
@@ -219,7 +221,7 @@ class SchedulePolicy(_Policy):
 
     @property
     def decays(self) -> bool:
-        return self.shape in ("linear", "cosine")
+        return self.shape in ("linear", "polynomial", "cosine")
 
     @property
     def can_be_constant(self) -> bool:

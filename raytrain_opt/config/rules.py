@@ -55,7 +55,7 @@ def _length_rules(job: Job) -> Iterator[BrokenRule]:
     section = job.learning_rate
     fits_any_length = section.policy != "replay" and (section.decays or section.can_be_constant)
     if job.train_for and not fits_any_length:
-        shapes = "schedule of shape constant, linear or cosine"
+        shapes = "schedule of shape constant, linear, polynomial or cosine"
         yield "train_for", f"needs policy stpt_horizon, or {shapes}"
     if job.train_for and ramp:
         yield "batch_ramp", "needs a number of epochs, and the job gives train_for"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from threading import Event
 
@@ -81,9 +82,13 @@ class CheckpointWriter:
         return best_of(self._checkpoints.saved)
 
     def save(
-        self, state: TrainingState, progress: RunProgress, score: float | None = None
+        self,
+        state: TrainingState,
+        progress: RunProgress,
+        score: float | None = None,
+        candidates: Mapping[int, TrainingState] | None = None,
     ) -> None:
-        """Begin to save the run as far as it has come.
+        """Begin to save the run as far as it has come, with states of a round in progress.
 
         Waits for the save before; raises StorageError if that one failed, DivergedError if its
         state was not finite. `state` must not change until the save is complete. Does nothing if
@@ -91,10 +96,11 @@ class CheckpointWriter:
         """
         self.wait()
         self.interval.restart()
-        if progress.reached == self._reached:
+        point = progress.reached
+        if point == self._reached:
             return
-        self._reached = epoch, rounds, steps, candidates = progress.reached
-        self._epoch = epoch
+        self._reached = point
+        self._epoch = epoch = point.epoch
 
         def write() -> None:
             tensor = state.first_not_finite()
@@ -105,8 +111,7 @@ class CheckpointWriter:
                 )
             # The records must never be behind the checkpoint: a resume truncates, not adds.
             self._paths.sync_records()
-            parts = {"rounds": rounds, "steps": steps, "candidates": candidates}
-            self._checkpoints.save(epoch, state, progress.to_json(), score, **parts)
+            self._checkpoints.save(point, state, progress.to_json(), score, candidates)
             self.publish()
 
         self._pending = start_thread(write)

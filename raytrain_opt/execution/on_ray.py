@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import ray
 from ray import cloudpickle
 
-from raytrain_opt.cluster.connection import check_address, ray_session
+from raytrain_opt.cluster.connection import check_address, ray_session, watch_preemption
 from raytrain_opt.cluster.ray_private import log_folder
 from raytrain_opt.cluster.resources import PoolPlan, plan_when_there_is_room
 from raytrain_opt.config.schema import Job
@@ -64,6 +64,13 @@ def open_on_ray(
         # Half a Ray cannot be shut down: its processes end with this one.
         with stop.deferred(limits.start_s):
             backend.owns_ray = stack.enter_context(session)
+        if not backend.owns_ray:
+
+            def on_notice(text: str) -> None:
+                terminal.note(text)
+                stop.saves = True
+
+            stack.enter_context(watch_preemption(on_notice))
         frontend.startup.mark("ray_connected_s")
         yield backend
 

@@ -24,7 +24,8 @@ from raytrain_opt.execution.resolve import Placement, Resolved, resolve
 from raytrain_opt.optim.factory import build_optimizer
 from raytrain_opt.optim.update import set_lr
 from raytrain_opt.pools.in_process import in_process_pools, open_learner
-from raytrain_opt.pools.protocol import fetch_initial_state, train_candidates
+from raytrain_opt.pools.protocol import fetch_initial_state
+from raytrain_opt.pools.rounds import CandidateTraining
 from raytrain_opt.search.policy import (
     EpochLosses,
     History,
@@ -105,9 +106,10 @@ def find_optimizer(
 
 def _search(learner: Learner, resolved: Resolved) -> History:
     pools = in_process_pools(learner, with_slots=False, candidate_batch=None)
+    training = CandidateTraining(pools.workers, together=True)
     state, history = fetch_initial_state(pools.workers), History()
     while isinstance(action := resolved.policy.next(1, history), TryCandidates):
-        results = train_candidates(pools.workers, state, action)
+        results = training.train_round(state, action)
         history = history.after_round(resolved.policy.decide(action, results, history))
     return history
 

@@ -15,6 +15,7 @@ from raytrain_opt.data.base import DataFingerprint
 from raytrain_opt.errors import CheckpointError
 from raytrain_opt.pools.commands import MainTrain
 from raytrain_opt.pools.protocol import TrainingOutcome
+from raytrain_opt.pools.rounds import RoundProgress
 from raytrain_opt.recording.records import (
     EpochRecord,
     ScheduleRecord,
@@ -22,6 +23,7 @@ from raytrain_opt.recording.records import (
 )
 from raytrain_opt.results import NO_STEPS, EvalTotals, Steps, TrainTotals
 from raytrain_opt.search.policy import CandidateResult, History, TryCandidates
+from raytrain_opt.train.checkpoint import Point
 
 
 @dataclass
@@ -37,14 +39,6 @@ class Startup:
 
 
 @dataclass(frozen=True)
-class PartialRound:
-    """The candidates of a round that have a result."""
-
-    action: TryCandidates
-    results: tuple[CandidateResult, ...]
-
-
-@dataclass(frozen=True)
 class PartialEpoch:
     """The part of an epoch that is done: the first steps of its training."""
 
@@ -53,7 +47,7 @@ class PartialEpoch:
     timings_s: dict[str, float] = field(default_factory=dict)
     train: TrainTotals | None = None  # of the steps of the main training
     staleness: StalenessRecord | None = None
-    round: PartialRound | None = None  # that follows the complete ones
+    round: RoundProgress | None = None  # that follows the complete ones
 
 
 @dataclass(frozen=True)
@@ -73,12 +67,16 @@ class RunProgress:
         return self.search_samples + self.kept_samples
 
     @property
-    def reached(self) -> tuple[int, int, int, int]:
-        """The complete epochs, of the next one either rounds or steps, then candidates."""
+    def reached(self) -> Point:
+        """How far the run has come; a checkpoint within the training tells no rounds."""
         partial, rounds = self.partial_epoch, self.history.rounds_of(self.next_epoch)
-        steps = len(partial.steps.lrs) if partial.train is not None else 0
-        candidates = 0 if partial.round is None else len(partial.round.results)
-        return self.next_epoch - 1, 0 if steps else len(rounds), steps, candidates
+        point = Point(self.next_epoch - 1, len(rounds))
+        if partial.train is not None and partial.steps.lrs:
+            return point._replace(rounds=0, steps=len(partial.steps.lrs))
+        if partial.round is None:
+            return point
+        done, steps = len(partial.round.results), partial.round.steps_of_parts
+        return point._replace(candidates=done, candidate_steps=steps)
 
     def add_samples(self, *, search: int = 0, kept: int = 0) -> RunProgress:
         return replace(
@@ -111,7 +109,7 @@ class EpochMetrics:
     started_s: float
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     results: Sequence[CandidateResult] = ()  # of the round in progress
-    round: PartialRound | None = None  # in progress, with what is saved of it
+    round: RoundProgress | None = None  # in progress
     steps: Steps = NO_STEPS  # on the way to the weights
     is_ruined: bool = False  # by a loss or weights that are not finite: training starts again
     train: TrainTotals | None = None
@@ -133,15 +131,11 @@ class EpochMetrics:
         for name, seconds in outcome.timings_s.items():
             self.stopwatch.add(f"main_{name}", seconds)
 
-    def keep_results(self, action: TryCandidates, results: Sequence[CandidateResult]) -> None:
-        """Note the candidates of the round in progress that have a result."""
-        self.round = PartialRound(action, tuple(results))
-
-    def results_of(self, action: TryCandidates) -> list[CandidateResult]:
-        """Return the results of the first candidates, which an interrupted run has trained."""
+    def begin_round(self, action: TryCandidates) -> RoundProgress:
+        """Begin a round, or continue the one that an interrupted run has begun."""
         if self.round is None or self.round.action != action:
-            return []
-        return list(self.round.results)
+            self.round = RoundProgress(action)
+        return self.round
 
     @classmethod
     def resumed(cls, partial: PartialEpoch) -> EpochMetrics:

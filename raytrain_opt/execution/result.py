@@ -30,6 +30,7 @@ from raytrain_opt.recording.records import (
 from raytrain_opt.report import try_write_report
 from raytrain_opt.report.plots import duration, percent, rate
 from raytrain_opt.storage import join, write_text
+from raytrain_opt.train.checkpoint import find_damage, read_checkpoint
 from raytrain_opt.train.trained_model import model_metadata
 from raytrain_opt.user_code import exits_as_errors
 
@@ -80,7 +81,7 @@ def finish(run: TrainingRun) -> RunResult:
     run.stop.progress(math.inf)  # the report takes the time that it needs
     run_dir = str(run.paths.local)
     epochs = run.length.records
-    record = _result(run, epochs, run.evaluate_best())
+    record = _result(run, epochs, evaluate_best(run))
     run.recorder.close()
     report = try_write_report(run_dir, run.paths.shown, record)
     write_text(run.paths.ending, "")
@@ -140,6 +141,18 @@ def _result(
             workers_use_gpu=pools.use_gpu,
         ),
     )
+
+
+def evaluate_best(run: TrainingRun) -> dict[str, float]:
+    """Measure the set that is looked at once, with the weights of the best epoch."""
+    best, checkpoints = run.checkpoints.best, run.paths.checkpoints
+    if not run.info.final_size or best is None:
+        return {}
+    if damage := find_damage(checkpoints, best):
+        run.event_log.log("lost", best.epoch, f"the third set is not measured: {damage}")
+        return {}
+    state, _ = read_checkpoint(checkpoints / best.folder)
+    return run.score(run.pools.states.put(f"best {best.folder}", state), "final").means
 
 
 def _facts(run: TrainingRun, record: ResultRecord, report: str) -> list[tuple[str, str]]:

@@ -35,9 +35,11 @@ class StopRequest:
 
     `advice`: says what of the run is saved and how to resume it; None if there is nothing to say.
     `finished`: the result is written, so no signal interrupts the rest or changes exit code 0.
+    `saves`: a node will be taken away, so a checkpoint is due.
     """
 
     def __init__(self) -> None:
+        self.saves = False
         self.error: KeyboardInterrupt | None = None
         self.advice: Callable[[], str] | None = None
         self.finished = False

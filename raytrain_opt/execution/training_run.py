@@ -23,10 +23,9 @@ from raytrain_opt.pools.protocol import (
     Pool,
     Pools,
     TrainingOutcome,
-    fetch_candidate_state,
     fetch_initial_state,
-    train_candidates,
 )
+from raytrain_opt.pools.rounds import CandidateTraining, RoundProgress
 from raytrain_opt.recording.recorder import EventLog, Recorder, write_record
 from raytrain_opt.recording.records import (
     EpochRecord,
@@ -46,7 +45,7 @@ from raytrain_opt.search.policy import (
     TryCandidates,
     is_finite,
 )
-from raytrain_opt.train.checkpoint import Checkpoint, find_damage, read_checkpoint
+from raytrain_opt.train.checkpoint import Checkpoint, read_candidates, read_checkpoint
 from raytrain_opt.train.pretrained import start_from_pretrained
 from raytrain_opt.train.state import TrainingState
 
@@ -78,6 +77,9 @@ class TrainingRun:
         self._initial: TrainingState | None = None  # while the training may start again
         self._in_round = False  # candidates are trained
         self._at_work = pools.workers.size  # in the latest epoch
+        self._candidates = CandidateTraining(
+            pools.slots or pools.workers, together=pools.slots is None
+        )
         for pool in pools.all:
             pool.on_wait = self._on_wait
         self.progress = RunProgress(data=DataFingerprint.of(self.info), job=job_fields(self.job))
@@ -106,15 +108,13 @@ class TrainingRun:
             slots.wait_until_ready(self.job.timeouts.start_s)
             self.startup.mark("slots_ready_s")
             self.pools.workers.start()
-        if self.checkpoints.latest is not None:
-            resumed = self._resume_from(self.checkpoints.latest)
-            if self._may_start_again:
-                self._initial = self.pools.states.get(self._fetch_initial_state())
-            return resumed
-        state = self._fetch_initial_state()
+        latest = self.checkpoints.latest
+        state = None if latest is None else self._resume_from(latest)
+        if state is None or self._may_start_again:
+            initial = self._fetch_initial_state()
+            self._initial = self.pools.states.get(initial) if self._may_start_again else None
+            state = state or initial
         self.pools.states.keep(state)
-        if self._may_start_again:
-            self._initial = self.pools.states.get(state)
         return state
 
     def plan(self, state: StateRef, history: History) -> History:
@@ -126,34 +126,34 @@ class TrainingRun:
 
     def pretrain(self, state: StateRef, action: TryCandidates) -> list[CandidateResult]:
         """Train and score every candidate: on the slots in waves, or on all workers together."""
-        pool = self._candidate_pool()
+        self._candidate_pool()
         self._show_phase(action.epoch, f"pre-train {len(action.candidates)} candidates")
         self._in_round = True
-        results = self._epoch.results_of(action)
-        with self._measure("pretrain"):
-            while left := action.candidates[len(results) :]:
-                # A wave; a winner's state is kept for one command, with all candidates.
-                wave = 1 if self.pools.slots is None else len(pool.alive())
-                part = left if action.keeps_winner else left[:wave]
-                results += train_candidates(pool, state, replace(action, candidates=part))
-                self._epoch.keep_results(action, results)
-                self.checkpoints.interval.count(len(part) * action.pretrain_steps)
-                if len(results) < len(action.candidates) and self._must_save():
-                    self._save_partial(state)
-        self._epoch.round = None
-        self._log_lost(action, results)
+        with self._measure("pretrain"), self.stop.deferred(self.job.timeouts.stop_s):
+            while (before := self._epoch.begin_round(action)).left and self.stop.error is None:
+                until = self.checkpoints.interval.limit(action.pretrain_steps)
+                after = self._candidates.train(state, before, until=until, is_due=self._must_save)
+                self._epoch.round = after
+                steps = (after.steps - before.steps) // self._candidates.width
+                self.checkpoints.interval.count(steps)
+                if self.stop.error is not None or (after.left and self._must_save()):
+                    self._save_round(state, after)
+        results = list(self._epoch.begin_round(action).results)
+        if lost := self._candidates.describe_lost(action, results):
+            self.event_log.log("lost", action.epoch, lost)
         self.progress = self.progress.add_samples(search=sum(r.samples for r in results))
         self._epoch.results = results
         return results
 
     def state_after(self, state: StateRef, action: TryCandidates, decision: Decision) -> StateRef:
         winner = decision.winner
+        done, self._epoch.round = self._epoch.begin_round(action), None
         if winner is None or not action.keeps_winner:
             self._write_round(action, decision)
             self.terminal.note(f"epoch {action.epoch}: {decision.reason}")
             return state
         with self._measure("take_state"):
-            kept = fetch_candidate_state(self._candidate_pool(), state, action, winner)
+            kept = self._candidates.fetch_state(state, done, winner)
             self.pools.states.keep(kept)
         # Search cost: samples trained beyond those that remain in the weights. The winner's kept
         # steps remain.
@@ -206,21 +206,26 @@ class TrainingRun:
             if not left.lrs or self.stop.error is not None:
                 return state
 
+    def _save_round(self, state: StateRef, done: RoundProgress) -> None:
+        self._epoch.round = done = self._candidates.with_best(state, done)
+        self.pools.states.keep(state, *done.states.values())
+        self._save_partial(state)
+
     def _must_save(self) -> bool:
-        return self.stop.error is not None or self.checkpoints.is_due
+        return self.stop.error is not None or self.stop.saves or self.checkpoints.is_due
 
     def _losses(self, state: StateRef, action: TrainEpoch) -> EpochLosses:
         """Score the validation split where the policy asks for it or a plateau follows it."""
         follows_metric = self.job.learning_rate.follows_metric
         if not (follows_metric or action.scores):
             return EpochLosses(self._epoch.train_loss)
-        scored = self._score(state, "validation")
+        scored = self.score(state, "validation")
         if follows_metric:
             return EpochLosses(-scored.metric.score(scored.means[scored.metric.name]))
         self._raise_if_diverged(action.epoch, "validation", scored.loss, scored.failure)
         return EpochLosses(self._epoch.train_loss, scored.loss)
 
-    def _score(self, state: StateRef, split: Split) -> EvalTotals:
+    def score(self, state: StateRef, split: Split) -> EvalTotals:
         """Evaluate a split; a signal meanwhile saves the state."""
         try:
             with self._measure("evaluate"):
@@ -254,11 +259,13 @@ class TrainingRun:
     def _save_step(self, state: StateRef) -> None:
         """Begin to save the state between two steps of an epoch, unless the training is ruined."""
         self.checkpoints.interval.restart()
+        self.stop.saves = False
         starts_again = self._starts_again_after(self.progress.next_epoch)
         if self._epoch.steps.lrs and not (starts_again and self._is_ruined(state)):
             self._save_partial(state)
 
     def _save_partial(self, state: StateRef) -> None:
+        self.stop.saves = False
         self.progress = replace(self.progress, partial_epoch=self._epoch.partial())
         self._save(state)
 
@@ -268,7 +275,7 @@ class TrainingRun:
         if skips or self._epoch.is_ruined:
             return
         self.terminal.phase(f"epoch {epoch}/{self.length.epochs or '?'}  evaluate")
-        self._epoch.test = test = self._score(state, "test")
+        self._epoch.test = test = self.score(state, "test")
         self._raise_if_diverged(epoch, "test", test.loss, test.failure)
         if test.predictions is not None:
             labels = self.info.class_labels
@@ -303,17 +310,6 @@ class TrainingRun:
             is_due = epoch % self.job.checkpoint.every_epochs == 0 or ends
             if is_due or is_best or self.stop.error is not None:
                 self._save(state, record.score, is_ruined=is_ruined)
-
-    def evaluate_best(self) -> dict[str, float]:
-        """Measure the set that is looked at once, with the weights of the best epoch."""
-        best = self.checkpoints.best
-        if not self.info.final_size or best is None:
-            return {}
-        if damage := find_damage(self.paths.checkpoints, best):
-            self.event_log.log("lost", best.epoch, f"the third set is not measured: {damage}")
-            return {}
-        state, _ = read_checkpoint(self.paths.checkpoints / best.folder)
-        return self._score(self.pools.states.put(f"best {best.folder}", state), "final").means
 
     def close(self) -> None:
         self.checkpoints.close()
@@ -372,7 +368,8 @@ class TrainingRun:
         return pace
 
     def _resume_from(self, checkpoint: Checkpoint) -> StateRef:
-        state, progress = read_checkpoint(self.paths.checkpoints / checkpoint.folder)
+        folder = self.paths.checkpoints / checkpoint.folder
+        state, progress = read_checkpoint(folder)
         self.progress = replace(RunProgress.from_json(progress), job=job_fields(self.job))
         self._epoch = EpochMetrics.resumed(self.progress.partial_epoch)
         epoch = self.progress.next_epoch
@@ -382,18 +379,10 @@ class TrainingRun:
         text = f"resumed after {checkpoint.reached}"
         self.event_log.resume_clock(epoch, text, self.progress.partial_epoch.duration_s)
         self.length.resume(self.recorder.read(EpochRecord), self.history)
+        if self._epoch.round is not None:
+            candidates = read_candidates(folder)
+            self._epoch.round = self._epoch.round.with_states(candidates, self.pools.states)
         return self.pools.states.put(checkpoint.folder, state)
-
-    def _log_lost(self, action: TryCandidates, results: list[CandidateResult]) -> None:
-        """Log the candidates whose slot died too often: the round does without."""
-        if lost := [result.candidate for result in results if result.status == "lost"]:
-            pool, lrs = self._candidate_pool(), ", ".join(f"{c.lr:.3g}" for c in lost)
-            text = (
-                f"epoch {action.epoch}: learning rate {lrs} is left out: its slot died more often "
-                "than max_restarts allows, or made no progress within timeouts.no_progress_s; "
-                f"{len(pool.alive())} of {pool.size} slots are left"
-            )
-            self.event_log.log("lost", action.epoch, text)
 
     def _on_wait(self, pool: str, progress: Progress | None) -> None:
         self.stop.progress()
@@ -442,7 +431,9 @@ class TrainingRun:
         assert tensors is not None
         with self._measure("checkpoint_wait"):
             self.wait_for_checkpoint()
-            self.checkpoints.save(tensors, self.progress, score)
+            states = {} if self._epoch.round is None else self._epoch.round.states
+            candidates = {index: self.pools.states.get(ref) for index, ref in states.items()}
+            self.checkpoints.save(tensors, self.progress, score, candidates)
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the last checkpoint is complete, and tell the callbacks."""

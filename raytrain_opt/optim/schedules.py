@@ -10,6 +10,7 @@
     constant        a
     multistep       a g^(milestones <= t)
     linear          b + (a - b) (1 - x)
+    polynomial      b + (a - b) (1 - x)^power
     cosine          b + (a - b) (1 + cos(pi x)) / 2
     arc_cotangent   (a / pi) arccot(k (t - e)), arccot in (0, pi)
 
@@ -49,6 +50,8 @@ def lr_at(policy: SchedulePolicy, step: float, *, steps: int, steps_per_epoch: i
             return initial * math.pow(policy.gamma, drops)
         case "linear":
             return final + (initial - final) * (1.0 - done)
+        case "polynomial":
+            return final + (initial - final) * math.pow(1.0 - done, policy.power)
         case "cosine":
             return final + (initial - final) * ((1.0 + math.cos(math.pi * done)) / 2.0)
         case "arc_cotangent":

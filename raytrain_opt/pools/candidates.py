@@ -5,12 +5,12 @@ Slots train candidates alone, workers together (`worker`). Free of Ray.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from raytrain_opt.errors import origin
 from raytrain_opt.pools.commands import (
+    CandidatePart,
     Command,
     Evaluate,
     OnStep,
@@ -37,7 +37,9 @@ class LearnerHandler:
     def __init__(self, learner: Learner, index: int, states: States) -> None:
         self.learner, self.index, self.states = learner, index, states
         self._live_id = ""
-        self._origin = ""  # of a phase that goes on with the next command: the state since which
+        # Phases that the last command has left under way, and that the current one will; or None.
+        self._phase: object = None
+        self._leaves: object = None
 
     def handle(self, command: Command, on_step: OnStep) -> Any:
         """Execute a command; return the reply. Frees cached memory between phases."""
@@ -47,7 +49,8 @@ class LearnerHandler:
             error.add_note(f"at {origin(error)}, {self.learner.position} in {command.name}")
             raise
         finally:
-            if not self._origin:
+            self._phase, self._leaves = self._leaves, None
+            if self._phase is None:
                 self.learner.release_memory()
 
     @property
@@ -61,7 +64,7 @@ class LearnerHandler:
 
     def forget_state(self) -> None:
         """Load the next state in any case: another handler has used the learner."""
-        self._live_id = self._origin = ""
+        self._live_id, self._phase = "", None
 
     def _execute(self, command: Command, on_step: OnStep) -> Any:
         """Execute the commands of every resident; subclasses add theirs."""
@@ -108,6 +111,8 @@ class CandidateTrainer(LearnerHandler):
         self._micro_batches = micro_batches
         self._alone = world_size is None
         self._rank, self.world_size = (0, 1) if world_size is None else (index, world_size)
+        self._round: tuple[str, TryCandidates] | None = None  # start and plan of the latest
+        self._results: list[CandidateResult] = []  # of this resident, in that round
         self._kept_states: dict[int, TrainingState] = {}
         self._live_candidate: int | None = None  # whose state the learner has
         self._have_trained = False  # any candidates without an exception
@@ -121,64 +126,109 @@ class CandidateTrainer(LearnerHandler):
         return super()._execute(command, on_step)
 
     def _forget_candidates(self) -> None:
+        self._round, self._results = None, []
         self._kept_states.clear()
         self._live_candidate = None
         self._live_id = ""
 
-    def _pretrain(self, command: Pretrain, on_step: OnStep) -> tuple[CandidateResult, ...]:
-        plan = command.plan
-        candidates = command.candidates_of(self.index) if self._alone else plan.candidates
-        self._forget_candidates()
-        start = self.states.get(command.state)
-        total = len(candidates) * plan.pretrain_steps
-        results: list[CandidateResult] = []
-        for number, candidate in enumerate(candidates):
-            if number:
-                self._keep_best(plan, results)
-            self.learner.load(start)
-            offset = number * plan.pretrain_steps
-            results.append(self._try(plan, candidate, _shifted(on_step, offset, total)))
-            self._live_candidate = candidate.index
-        # Where others have trained, the search goes on without these.
-        self._have_trained |= not all(result.failure for result in results)
-        if results and not self._have_trained:
-            self.learner.load(start)
-            self._try_control(plan, _shifted(on_step, total, total))
-        # The results of a group are the same on all ranks.
-        return () if self._rank else tuple(results)
+    def _pretrain(
+        self, command: Pretrain, on_step: OnStep
+    ) -> CandidateResult | CandidatePart | None:
+        candidate = command.wave.get(self.index if self._alone else 0)
+        if candidate is None:  # the driver gave this slot up, or the wave is smaller
+            return None
+        plan, left = command.plan, command.left(candidate)
+        total = plan.pretrain_steps
+        here = (command.state.id, plan, candidate, left)
+        if self._phase != here:
+            self._begin_candidate(command, candidate, total - left)
+        end = min(command.end, left)
+        self.learner.advance(end, lambda done: on_step(total - left + done, total))
+        if not command.sends:
+            self._leaves = here
+            return None
+        if end < left:
+            return self._send_part(command, candidate)
+        return self._finish_candidate(command, candidate, on_step)
 
-    def _try_control(self, plan: TryCandidates, on_step: Callable[[int], object]) -> None:
+    def _begin_candidate(self, command: Pretrain, candidate: Candidate, done: int) -> None:
+        """Begin the candidate's steps after those that are `done`."""
+        plan, part = command.plan, command.parts.get(candidate.index)
+        if self._round != (command.state.id, plan):
+            self._forget_candidates()
+            self._round = command.state.id, plan
+        self._keep_best(plan)
+        self._live_candidate, self._live_id = None, ""
+        ref = command.state if part is None else part.state
+        self.learner.load(self.states.get(ref))
+        steps = self._steps(plan, candidate).after(done)
+        self.learner.begin(plan.epoch, steps, self._micro_batches, search=True)
+
+    def _send_part(self, command: Pretrain, candidate: Candidate) -> CandidatePart | None:
+        totals = self._totals(command, candidate, self.learner.take_totals())
+        plan, done = command.plan, totals.steps
+        self._leaves = (command.state.id, plan, candidate, plan.pretrain_steps - done)
+        if self._rank:
+            return None
+        state_id = f"{_candidate_id(plan, candidate)}.{done}"
+        return CandidatePart(totals, self._send_state(state_id))
+
+    def _finish_candidate(
+        self, command: Pretrain, candidate: Candidate, on_step: OnStep
+    ) -> CandidateResult | None:
+        plan, learner = command.plan, self.learner
+        trained = self._totals(command, candidate, learner.end())
+        learner.finish_phase(fresh=plan.fresh_statistics)
+        result = self._score(candidate, trained)
+        self._live_candidate = candidate.index
+        self._results.append(result)
+        # Where others have trained, the search goes on without these.
+        self._have_trained |= not result.failure
+        if not self._have_trained:
+            learner.load(self.states.get(command.state))
+            self._try_control(plan, on_step)
+        # The results of a group are the same on all ranks.
+        return None if self._rank else result
+
+    def _totals(self, command: Pretrain, candidate: Candidate, later: TrainTotals) -> TrainTotals:
+        part = command.parts.get(candidate.index)
+        return later if part is None else part.totals.plus(later)
+
+    def _try_control(self, plan: TryCandidates, on_step: OnStep) -> None:
         """Raise what every candidate raised, if one that hardly changes the weights does, too."""
         smallest = min(plan.candidates, key=lambda candidate: candidate.lr)
         control = replace(smallest, lr=smallest.lr * _CONTROL_FACTOR)
-        self._try(plan, control, on_step)
+        self._score(control, self._train(plan, control, on_step))
         self._live_candidate = None
         if self.learner.failure is not None:
             raise self.learner.failure
 
-    def _keep_best(self, plan: TryCandidates, results: Sequence[CandidateResult]) -> None:
+    def _keep_best(self, plan: TryCandidates) -> None:
         """Keep the last state if it is the best so far, and no other."""
-        best = plan.best(results).candidate.index
-        if plan.keeps_winner and best == self._live_candidate:
+        if not plan.keeps_winner or not self._results:
+            return
+        best = plan.best(self._results).candidate.index
+        if best == self._live_candidate:
             self._kept_states = {best: self.learner.state(copy=True)}
 
-    def _try(
-        self, plan: TryCandidates, candidate: Candidate, on_step: Callable[[int], object]
-    ) -> CandidateResult:
-        learner, slot = self.learner, self.index if self._alone else -1
-        trained = self._train(plan, candidate, on_step)
-        part = learner.evaluate("validation", self._rank, self.world_size)
-        scored = learner.add_ranks(part)
+    def _score(self, candidate: Candidate, trained: TrainTotals) -> CandidateResult:
+        part = self.learner.evaluate("validation", self._rank, self.world_size)
+        scored = self.learner.add_ranks(part)
+        slot = self.index if self._alone else -1
         return CandidateResult.of(candidate, trained, scored, slot)
 
-    def _train(
-        self, plan: TryCandidates, candidate: Candidate, on_step: Callable[[int], object]
-    ) -> TrainTotals:
-        totals = self.learner.train(
-            plan.epoch, self._steps(plan, candidate), self._micro_batches, on_step, search=True
+    def _train(self, plan: TryCandidates, candidate: Candidate, on_step: OnStep) -> TrainTotals:
+        """Train a whole candidate from the learner's state."""
+        steps, total = self._steps(plan, candidate), plan.pretrain_steps
+        trained = self.learner.train(
+            plan.epoch,
+            steps,
+            self._micro_batches,
+            lambda done: on_step(done, total),
+            search=True,
         )
         self.learner.finish_phase(fresh=plan.fresh_statistics)
-        return totals
+        return trained
 
     def _steps(self, plan: TryCandidates, candidate: Candidate) -> Steps:
         return candidate.steps(plan)
@@ -190,7 +240,7 @@ class CandidateTrainer(LearnerHandler):
         if self._alone and self.index != command.slot:
             return None
         self._make_live(command, on_step)
-        state_id = f"{command.round.plan.epoch}.candidate{command.candidate.index}"
+        state_id = _candidate_id(command.round.plan, command.candidate)
         self._live_id = state_id
         return self._send_state(state_id) if self._rank == 0 else None
 
@@ -204,9 +254,9 @@ class CandidateTrainer(LearnerHandler):
         else:
             plan = command.round.plan
             self.learner.load(self.states.get(command.round.state))
-            self._train(plan, candidate, _shifted(on_step, 0, plan.pretrain_steps))
+            self._train(plan, candidate, on_step)
         self._live_candidate = candidate.index
 
 
-def _shifted(on_step: OnStep, offset: int, total: int) -> Callable[[int], object]:
-    return lambda done: on_step(offset + done, total)
+def _candidate_id(plan: TryCandidates, candidate: Candidate) -> str:
+    return f"{plan.epoch}.candidate{candidate.index}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from raytrain_opt.config.batch_size import BatchSizeSection
@@ -45,22 +45,41 @@ class SendInitialState(Command):
 
 
 @dataclass(frozen=True)
-class Pretrain(Command):
-    """Ask slots or workers to train the plan's candidates from `state`, and to score them.
+class CandidatePart:
+    """The steps that a candidate of a round has trained so far, and its state after them."""
 
-    Workers train each candidate together, and rank 0 replies with all results. Of n `slots`, the
-    i-th trains candidates i, i + n, i + 2 n, ... one after the other (waves).
+    totals: TrainTotals
+    state: StateRef
+
+
+@dataclass(frozen=True)
+class Pretrain(Command):
+    """Ask slots or workers to train a segment of the steps of candidates, and to score them.
+
+    Candidates train the first steps of the epoch from `state`, or what follows their `parts`.
+    `wave`: the candidate of each slot; of workers, which train one candidate together, that of
+    rank 0. The segment ends after `until` of the steps that are left, by default after all.
+    Residents continue what they have trained, as with `MainTrain`.
     """
 
     state: StateRef
     plan: TryCandidates
-    slots: tuple[int, ...]
+    wave: dict[int, Candidate]
+    parts: dict[int, CandidatePart] = field(default_factory=dict)  # by the candidate's index
+    until: int | None = None
+    # Reply with the result of a candidate at its end, else with its part; rank 0 of workers does.
+    sends: bool = True
 
-    def candidates_of(self, slot: int) -> tuple[Candidate, ...]:
-        """Return the candidates that this slot trains: none if the driver gave it up."""
-        if slot not in self.slots:
-            return ()
-        return self.plan.candidates[self.slots.index(slot) :: len(self.slots)]
+    def left(self, candidate: Candidate) -> int:
+        """Return the number of steps that the candidate has still to train."""
+        part = self.parts.get(candidate.index)
+        return self.plan.pretrain_steps - (0 if part is None else part.totals.steps)
+
+    @property
+    def end(self) -> int:
+        """The number of steps after which the segment ends."""
+        most = max(map(self.left, self.wave.values()))
+        return most if self.until is None else min(self.until, most)
 
 
 @dataclass(frozen=True)
@@ -140,7 +159,7 @@ class MainTrainReply:
 
 
 def state_in(reply: object) -> StateRef | None:
-    if isinstance(reply, MainTrainReply):
+    if isinstance(reply, MainTrainReply | CandidatePart):
         return reply.state
     return reply if isinstance(reply, StateRef) else None
 

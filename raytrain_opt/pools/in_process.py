@@ -52,7 +52,7 @@ class InProcessStates:
         """Copy the state: its tensors may share the memory of a model that trains on."""
         return StateRef(state_id, copy.deepcopy(state))
 
-    def keep(self, ref: StateRef) -> None:
+    def keep(self, ref: StateRef, *others: StateRef) -> None:
         """Do nothing: a state lives as long as a reference to it."""
 
 

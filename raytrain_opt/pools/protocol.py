@@ -15,13 +15,11 @@ from raytrain_opt.pools.commands import (
     MainTrainReply,
     Pretrain,
     Progress,
-    SendCandidateState,
     SendInitialState,
     StateRef,
 )
 from raytrain_opt.recording.records import Event, StalenessRecord
 from raytrain_opt.results import EvalTotals, Predictions, Split, TrainTotals
-from raytrain_opt.search.policy import CandidateResult, TryCandidates
 
 if TYPE_CHECKING:
     from raytrain_opt.train.state import TrainingState
@@ -51,8 +49,8 @@ class States(Protocol):
 class StateStore(States, Protocol):
     """The driver's access to states."""
 
-    def keep(self, ref: StateRef) -> None:
-        """Keep this state and the one kept before it available; release all others."""
+    def keep(self, ref: StateRef, *others: StateRef) -> None:
+        """Keep these states and the first one kept before available; release all others."""
 
 
 class Pool(Protocol):
@@ -117,31 +115,44 @@ def slowest(timings: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return result
 
 
+class Segments:
+    """Commands to a pool, cut into segments of a few seconds."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._steps = 1  # of the next one
+
+    def command(
+        self,
+        command: MainTrain | Pretrain,
+        is_due: IsDue,
+        expected: Sequence[int] | None = None,
+    ) -> dict[int, Any]:
+        """Execute a command until its end, or at least one step, until `is_due`."""
+        done = 0
+        while done + self._steps < command.end:
+            done += self._steps
+            self._train(replace(command, until=done, sends=False), expected)
+            if is_due():
+                return self._pool.command(replace(command, until=done), expected)
+        return self._pool.command(command, expected)
+
+    def _train(self, command: MainTrain | Pretrain, expected: Sequence[int] | None) -> None:
+        began_s, steps = monotonic_s(), self._steps
+        self._pool.command(command, expected)
+        in_time = int(steps * _SEGMENT_S / max(monotonic_s() - began_s, 1e-9))
+        self._steps = max(1, min(_GROWTH * steps, in_time))
+
+
 class SynchronousTraining:
     """All workers compute each step together, as one process group."""
 
     def __init__(self, workers: Pool) -> None:
-        self._workers = workers
-        self._segment = 1  # steps of the next one
+        self._workers, self._segments = workers, Segments(workers)
 
     def train(self, command: MainTrain, *, is_due: IsDue = lambda: False) -> TrainingOutcome:
         """Train segments on all workers."""
-        done = 0
-        while done + self._segment < command.end:
-            done += self._segment
-            self._train_segment(replace(command, until=done, sends=False))
-            if is_due():
-                return self._finish(replace(command, until=done))
-        return self._finish(command)
-
-    def _train_segment(self, command: MainTrain) -> None:
-        began_s, steps = monotonic_s(), self._segment
-        self._workers.command(command)
-        in_time = int(steps * _SEGMENT_S / max(monotonic_s() - began_s, 1e-9))
-        self._segment = max(1, min(_GROWTH * steps, in_time))
-
-    def _finish(self, command: MainTrain) -> TrainingOutcome:
-        by_rank: dict[int, MainTrainReply] = self._workers.command(command)
+        by_rank: dict[int, MainTrainReply] = self._segments.command(command, is_due)
         replies = [reply for _, reply in sorted(by_rank.items())]
         first = replies[0]
         assert first.state is not None
@@ -166,38 +177,6 @@ def fetch_initial_state(pool: Pool) -> StateRef:
             state: StateRef = replies[index]
             return state
     raise PoolError(f"no {pool.name} is left to send its initial state")
-
-
-def train_candidates(pool: Pool, start: StateRef, action: TryCandidates) -> list[CandidateResult]:
-    """Train and score every candidate from `start`; return the results in their order.
-
-    A candidate whose slot died too often is `lost`. Raises PoolError if all slots did.
-    """
-    residents = pool.alive()
-    replies: dict[int, tuple[CandidateResult, ...]] = pool.command(
-        Pretrain(start, action, residents), residents
-    )
-    if not replies:
-        text = "every slot died more often than max_restarts allows"
-        raise PoolError(f"epoch {action.epoch}: {text}")
-    results = {r.candidate.index: r for reply in replies.values() for r in reply}
-    return [results.get(c.index) or CandidateResult.lost(c) for c in action.candidates]
-
-
-def fetch_candidate_state(
-    pool: Pool, start: StateRef, action: TryCandidates, result: CandidateResult
-) -> StateRef:
-    """Return a candidate's state after the kept steps of a round from `start`, or PoolError."""
-    residents = pool.alive()
-    # Prefer the slot that trained the candidate; any other can train it again. Of workers, all
-    # have it, and rank 0, the first, sends it.
-    for index in sorted(residents, key=lambda index: index != result.slot):
-        pretrain = Pretrain(start, action, residents)
-        replies = pool.command(SendCandidateState(pretrain, result.candidate, index), (index,))
-        if replies:
-            state: StateRef = replies[index]
-            return state
-    raise PoolError(f"epoch {action.epoch}: no slot is left to send the winner's state")
 
 
 @dataclass(frozen=True)

@@ -69,20 +69,21 @@ class RayStateStore:
     def __init__(self) -> None:
         self._objects = ObjectStore()
         self._views: dict[str, TrainingState] = {}
-        self._kept_id = ""
+        self._kept = ("", "")  # the last two
 
     def pin(self, ref: StateRef) -> None:
         """Hold a view of a sent state until another is kept. Raises Ray's ObjectLostError."""
         self._views[ref.id] = self._objects.get(ref)
 
-    def keep(self, ref: StateRef) -> None:
-        if ref.id == self._kept_id:
-            return
-        if ref.id not in self._views:
-            self.pin(ref)
-        kept = (self._kept_id, ref.id)
-        self._views = {name: view for name, view in self._views.items() if name in kept}
-        self._kept_id = ref.id
+    def keep(self, ref: StateRef, *others: StateRef) -> None:
+        refs = (ref, *others)
+        for one in refs:
+            if one.id not in self._views:
+                self.pin(one)
+        if ref.id != self._kept[-1]:
+            self._kept = (self._kept[-1], ref.id)
+        ids = {*self._kept, *(one.id for one in refs)}
+        self._views = {name: view for name, view in self._views.items() if name in ids}
 
     def get(self, ref: StateRef) -> TrainingState:
         if ref.id in self._views:
@@ -98,12 +99,20 @@ class RayStateStore:
     def renew(self, command: Command) -> Command:
         """Return the command with its state stored again, owned by the driver."""
         match command:
-            case Pretrain() | MainTrain() | Evaluate():
+            case Pretrain():
+                return self._renew_round(command)
+            case MainTrain() | Evaluate():
                 return replace(command, state=self._renew_ref(command.state))
             case SendCandidateState():
-                pretrain = replace(command.round, state=self._renew_ref(command.round.state))
-                return replace(command, round=pretrain)
+                return replace(command, round=self._renew_round(command.round))
         return command
+
+    def _renew_round(self, command: Pretrain) -> Pretrain:
+        parts = {
+            index: replace(part, state=self._renew_ref(part.state))
+            for index, part in command.parts.items()
+        }
+        return replace(command, state=self._renew_ref(command.state), parts=parts)
 
     def _renew_ref(self, ref: StateRef) -> StateRef:
         return self._objects.put(ref.id, self.get(ref))

@@ -38,14 +38,12 @@ class Worker(CandidateTrainer):
     def __init__(self, learner: Learner, rank: int, world_size: int, states: States) -> None:
         micro_batches = MicroBatches.all(learner.config.micro_batches)
         super().__init__(learner, rank, states, micro_batches, world_size)
-        self._stopwatch = Stopwatch()  # since the state of `_origin`
+        self._stopwatch = Stopwatch()  # since the state from which the phase goes on
 
     def _execute(self, command: Command, on_step: OnStep) -> Any:
-        # Set again when the command ends within a phase: nothing else may come between its parts.
-        origin, self._origin = self._origin, ""
         match command:
             case MainTrain():
-                if command.state.id != origin:
+                if self._phase != command.state.id:
                     self._begin(command)
                 return self._train_segment(command, on_step)
             case Evaluate():
@@ -64,7 +62,7 @@ class Worker(CandidateTrainer):
         self.learner.advance(command.end, lambda done: on_step(done, command.total))
         if command.sends:
             return self._end_segments(command)
-        self._origin = command.state.id
+        self._leaves = command.state.id
         return None
 
     def _end_segments(self, command: MainTrain) -> MainTrainReply:
@@ -83,7 +81,7 @@ class Worker(CandidateTrainer):
             "compute_s": totals.duration_s - totals.data_wait_s,
         }
         if not is_end:
-            self._origin = self._live_id
+            self._leaves = self._live_id
         self._stopwatch = Stopwatch()
         return MainTrainReply(totals, timings_s, ref)
 

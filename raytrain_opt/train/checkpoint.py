@@ -4,6 +4,7 @@
     checkpoints/epoch-0003/rest.pt               optimizer, scaler, progress (weights_only=True)
     checkpoints/epoch-0003-round-02/             the same after 2 rounds of epoch 4
     checkpoints/epoch-0003-round-02-candidate-05/    and 5 candidates of the third one
+    checkpoints/epoch-0003-round-02-candidate-05-step-000012/    and 12 steps of the next ones
     checkpoints/epoch-0003-step-000120/          the same after 120 steps of epoch 4
     checkpoints/index.json                       the complete checkpoints, oldest first
 
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from annotated_types import MinLen
 from pydantic import TypeAdapter, ValidationError
@@ -37,26 +38,63 @@ if TYPE_CHECKING:
 WEIGHTS, _REST = "weights.safetensors", "rest.pt"
 
 
+class Point(NamedTuple):
+    """A point in a run: complete epochs, and rounds or steps of the next epoch."""
+
+    epoch: int
+    rounds: int = 0
+    steps: int = 0
+    candidates: int = 0  # of the next round
+    candidate_steps: int = 0  # of the candidates that follow them
+
+    @property
+    def folder(self) -> str:
+        """Name of the folder of its checkpoint."""
+        in_round = self.candidates or self.candidate_steps
+        parts = (
+            ("step", 6, self.steps, self.steps),
+            ("round", 2, self.rounds, self.rounds or in_round),
+            ("candidate", 2, self.candidates, in_round),
+            ("step", 6, self.candidate_steps, self.candidate_steps),
+        )
+        shown = [f"-{name}-{value:0{digits}d}" for name, digits, value, is_in in parts if is_in]
+        return "".join([f"epoch-{self.epoch:04d}", *shown])
+
+    @property
+    def text(self) -> str:
+        """Its text, such as `epoch 3`, `round 2 of epoch 4`, or `step 120 of epoch 4`."""
+        epoch = f"epoch {self.epoch + 1}"
+        if self.steps:
+            return f"step {self.steps} of {epoch}"
+        if self.candidate_steps:
+            first = f"candidate {self.candidates + 1} of round {self.rounds + 1} of {epoch}"
+            return f"{self.candidate_steps} steps from {first}"
+        if self.candidates:
+            return f"candidate {self.candidates} of round {self.rounds + 1} of {epoch}"
+        return f"round {self.rounds} of {epoch}" if self.rounds else f"epoch {self.epoch}"
+
+
 @dataclass(frozen=True)
 class Checkpoint:
-    """One entry of the index: after `epoch` epochs, and `rounds` or `steps` of the next epoch."""
+    """One entry of the index: its point in the run, and its files."""
 
     epoch: int
     score: float | None  # on the test split, higher is better
     sha256: dict[str, str]  # by file name, hexadecimal
     rounds: int = 0
     steps: int = 0
-    candidates: int = 0  # of the next round
+    candidates: int = 0
+    candidate_steps: int = 0
 
     @property
-    def point(self) -> tuple[int, int, int, int]:
-        """Its point in the run, as numbers."""
-        return self.epoch, self.rounds, self.steps, self.candidates
+    def point(self) -> Point:
+        """Its point in the run."""
+        return Point(self.epoch, self.rounds, self.steps, self.candidates, self.candidate_steps)
 
     @property
     def folder(self) -> str:
         """Name of its folder; not read from the index, which might name any path."""
-        return _folder_name(*self.point)
+        return self.point.folder
 
     @property
     def is_partial(self) -> bool:
@@ -65,15 +103,8 @@ class Checkpoint:
 
     @property
     def reached(self) -> str:
-        """Its point in the run: `epoch 3`, `round 2 of epoch 4`, or `step 120 of epoch 4`."""
-        if self.steps:
-            return f"step {self.steps} of epoch {self.epoch + 1}"
-        if self.candidates:
-            round_text = f"round {self.rounds + 1} of epoch {self.epoch + 1}"
-            return f"candidate {self.candidates} of {round_text}"
-        if self.rounds:
-            return f"round {self.rounds} of epoch {self.epoch + 1}"
-        return f"epoch {self.epoch}"
+        """Its point in the run, as text."""
+        return self.point.text
 
 
 @dataclass(frozen=True)
@@ -129,23 +160,21 @@ class Checkpoints:
 
     def save(
         self,
-        epoch: int,
+        point: Point,
         state: TrainingState,
         progress: dict[str, Any],
         score: float | None,
-        *,
-        rounds: int = 0,
-        steps: int = 0,
-        candidates: int = 0,
+        candidates: Mapping[int, TrainingState] | None = None,
     ) -> Checkpoint:
         """Write a checkpoint, add it to the index, then remove checkpoints no longer kept.
 
         `progress` is what the run needs besides the state to resume: numbers, text, lists and
-        dicts. Raises StorageError when a file cannot be written; earlier checkpoints stay.
+        dicts. `candidates`: states of a round in progress, by index. Raises StorageError when a
+        file cannot be written; earlier checkpoints stay.
         """
-        folder = _folder_name(epoch, rounds, steps, candidates)
-        sha256 = write_checkpoint(self.folder / folder, state, progress, self.metadata)
-        checkpoint = Checkpoint(epoch, score, sha256, rounds, steps, candidates)
+        folder = self.folder / point.folder
+        sha256 = write_checkpoint(folder, state, progress, self.metadata, candidates or {})
+        checkpoint = Checkpoint(score=score, sha256=sha256, **point._asdict())
         kept = self._select_kept([*self.saved, checkpoint])
         entries = [{"folder": c.folder, **vars(c)} for c in kept]
         write_json(self.folder / "index.json", {"checkpoints": entries})
@@ -185,13 +214,6 @@ def find_damage(
     return None
 
 
-def _folder_name(epoch: int, rounds: int, steps: int, candidates: int) -> str:
-    part = f"-step-{steps:06d}" if steps else ""
-    part += f"-round-{rounds:02d}" if rounds or candidates else ""
-    part += f"-candidate-{candidates:02d}" if candidates else ""
-    return f"epoch-{epoch:04d}{part}"
-
-
 def _sha256(path: Path) -> str:
     with open(path, "rb", opener=open_plain) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -202,12 +224,13 @@ def write_checkpoint(
     state: TrainingState,
     progress: dict[str, Any],
     metadata: Mapping[str, str] | None = None,
+    candidates: Mapping[int, TrainingState] | None = None,
 ) -> dict[str, str]:
     """Write the files of a checkpoint; return the SHA-256 of each. Raises StorageError."""
     import torch
     from safetensors.torch import save_file
 
-    from raytrain_opt.train.state import model_tensors, optimizer_state_dict
+    from raytrain_opt.train.state import model_tensors
 
     try:
         folder.mkdir(exist_ok=True)
@@ -219,15 +242,34 @@ def write_checkpoint(
     texts = dict(metadata or {})
     assert len(texts) <= 1
     rest = {
-        "optimizer": optimizer_state_dict(state),
-        "optimizer_index": state.optimizer_index,
-        "scaler": state.scaler,
+        **_rest_of(state),
         "progress": progress,
+        "candidates": {
+            index: {"weights": model_tensors(one), **_rest_of(one)}
+            for index, one in (candidates or {}).items()
+        },
     }
     return {
         WEIGHTS: _write(folder / WEIGHTS, lambda path: save_file(weights, path, texts)),
         _REST: _write(folder / _REST, lambda path: torch.save(rest, path)),
     }
+
+
+def _rest_of(state: TrainingState) -> dict[str, Any]:
+    from raytrain_opt.train.state import optimizer_state_dict
+
+    return {
+        "optimizer": optimizer_state_dict(state),
+        "optimizer_index": state.optimizer_index,
+        "scaler": state.scaler,
+    }
+
+
+def _to_state(weights: Mapping[str, Tensor], rest: Mapping[str, Any]) -> TrainingState:
+    from raytrain_opt.train.state import to_cpu_state
+
+    optimizer, index = rest["optimizer"], rest["optimizer_index"]
+    return to_cpu_state(weights, optimizer, rest["scaler"], copy=False, optimizer_index=index)
 
 
 def _write(path: Path, write: Callable[[Path], None]) -> str:
@@ -262,21 +304,15 @@ def read_checkpoint(folder: Path) -> tuple[TrainingState, dict[str, Any]]:
 
     Raises CheckpointError.
     """
-    import torch
-
-    from raytrain_opt.train.state import to_cpu_state
-
     weights = read_weights(folder)
-    with _readable(folder / _REST) as path:
-        rest = torch.load(path, weights_only=True)
-        state = to_cpu_state(
-            weights,
-            rest["optimizer"],
-            rest["scaler"],
-            copy=False,
-            optimizer_index=rest["optimizer_index"],
-        )
-        return state, rest["progress"]
+    with _readable_rest(folder) as rest:
+        return _to_state(weights, rest), rest["progress"]
+
+
+def read_candidates(folder: Path) -> dict[int, TrainingState]:
+    """Read the states of candidates of a round that was in progress. Raises CheckpointError."""
+    with _readable_rest(folder) as rest:
+        return {index: _to_state(one["weights"], one) for index, one in rest["candidates"].items()}
 
 
 def read_index(folder: Path) -> list[Checkpoint]:
@@ -305,3 +341,12 @@ def _readable(file: Path) -> Iterator[Path]:
             f"{file} is damaged, or was not written by this package; no code in it was run: "
             f"{type(error).__name__}: {error}"
         ) from error
+
+
+@contextmanager
+def _readable_rest(folder: Path) -> Iterator[dict[str, Any]]:
+    """Read all but the weights; raise as `_readable` what its use raises."""
+    import torch
+
+    with _readable(folder / _REST) as path:
+        yield torch.load(path, weights_only=True)

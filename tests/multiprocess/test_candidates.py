@@ -25,6 +25,7 @@ from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.state import TrainingState
 from tests.multiprocess.test_data_parallel import plain_net
 from tests.support.process_group import Results, run_ranks
+from tests.support.rounds import ignore, train_round
 
 WORKERS, BATCH, STEPS = 4, 64, 6
 OTHER_WEIGHTS: dict[str, dict[str, Any]] = {
@@ -62,10 +63,6 @@ class CountedStates(InProcessStates):
         return super().get(ref)
 
 
-def ignore(_done: int, _total: int) -> None:
-    pass
-
-
 def search(trainer: Slot | Worker, states: CountedStates, job: Job) -> dict[str, Any]:
     """Let the policy search; rank 0 tells the others what it decides, as the driver does."""
     info = trainer.learner.info
@@ -74,8 +71,7 @@ def search(trainer: Slot | Worker, states: CountedStates, job: Job) -> dict[str,
     start = states.put("initial", trainer.learner.state(copy=True))
     tried: list[Any] = []
     while isinstance(action := policy.next(1, history), TryCandidates):
-        reply = trainer.handle(Pretrain(start, action, (0,)), ignore)
-        results = [reply]
+        results = [train_round(trainer, start, action)]
         if dist.is_initialized():
             dist.broadcast_object_list(results, src=0)
         for result in results[0]:
@@ -96,9 +92,8 @@ def one_round(trainer: Slot | Worker, states: CountedStates, _job: Job) -> dict[
     start = states.put("start", trainer.learner.state(copy=True))
     candidates = tuple(Candidate(i, 1.0, lr) for i, lr in enumerate(LRS))
     plan = TryCandidates(1, 0.1, "", candidates, (1.0,) * STEPS, keeps_winner=True)
-    command = Pretrain(start, plan, (0,))
-    results = trainer.handle(command, ignore)
-    send = SendCandidateState(command, candidates[1], 0)
+    results = train_round(trainer, start, plan)
+    send = SendCandidateState(Pretrain(start, plan, {}), candidates[1], 0)
     sent = trainer.handle(send, ignore)
     outcome = {
         "losses": [result.val_loss for result in results],

@@ -18,7 +18,6 @@ from torch.nn import functional
 from raytrain_opt.config.schema import Job
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.errors import JobError
-from raytrain_opt.pools.commands import Pretrain
 from raytrain_opt.pools.in_process import InProcessStates
 from raytrain_opt.pools.worker import Worker
 from raytrain_opt.results import Steps
@@ -29,6 +28,7 @@ from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
 from tests.support.process_group import Results, run_ranks
+from tests.support.rounds import train_round
 
 CPU = torch.device("cpu")
 STEPS = 8
@@ -208,12 +208,14 @@ def try_candidates(world_size: int) -> dict[str, Any]:
     plan = TryCandidates(1, 0.01, "", candidates, (1.0,) * STEPS)
     outcomes: dict[Any, Any] = {}
     for place, RaisingTask.failed_pass in PLACES:
+        number = iter(range(len(candidates) * STEPS))
 
-        def on_step(done: int, total: int, place: str = place) -> None:
-            RaisingTask.place = place if done // STEPS == 1 else ""
-            RaisingTask.passes *= done // STEPS == 1
+        def on_step(_: int, __: int, place: str = place, number: Any = number) -> None:
+            is_second = next(number) // STEPS == 1
+            RaisingTask.place = place if is_second else ""
+            RaisingTask.passes *= is_second
 
-        reply = worker.handle(Pretrain(start, plan, (0,)), on_step)
+        reply = train_round(worker, start, plan, on_step)
         results = [(r.status, r.failure, r.val_loss) for r in reply]
         outcomes[place, RaisingTask.failed_pass] = results, learner.state(copy=True).digest()
     return outcomes
@@ -229,7 +231,7 @@ def raise_always(world_size: int) -> str:
     plan = TryCandidates(1, 0.01, "", candidates, (1.0,) * STEPS)
     RaisingTask.place = "evaluation"
     try:
-        worker.handle(Pretrain(start, plan, (0,)), lambda *_: None)
+        train_round(worker, start, plan)
     except ValueError as error:
         return str(error)
     finally:

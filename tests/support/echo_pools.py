@@ -55,8 +55,9 @@ class EchoPools:
         self.workers.on_wait = on_wait
 
     def pretrain(self, epoch: int) -> Pretrain:
-        plan = TryCandidates(epoch, 0.1, "", (Candidate(0, 1.0, 0.1),), (1.0,))
-        return Pretrain(self.start, plan, (0, 1))
+        candidate = Candidate(0, 1.0, 0.1)
+        plan = TryCandidates(epoch, 0.1, "", (candidate,), (1.0,))
+        return Pretrain(self.start, plan, {0: candidate})
 
     def send_candidate_state(self, epoch: int) -> SendCandidateState:
         return SendCandidateState(self.pretrain(epoch), Candidate(0, 1.0, 0.1), 0)

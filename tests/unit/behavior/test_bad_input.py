@@ -53,7 +53,7 @@ SETS = "data: {num_classes: 3, loader_workers: 0, name: 'tests.support.broken_pa
     [
         ("127.0.0.1:1", "Connection refused (given: '127.0.0.1:1'); give HOST:PORT"),
         ("ray://127.0.0.1:1", "Connection refused"),
-        ("head", "it is not HOST:PORT of a cluster's head"),
+        ("head", "it has no HOST:PORT"),
         ("head:port", "could not be cast to integer"),
         ("head.invalid:6379", "no Ray cluster can be reached there: "),
     ],

@@ -8,7 +8,7 @@ import pytest
 
 from raytrain_opt.cluster.resources import PoolPlan, plan_pools
 from raytrain_opt.config.schema import Job
-from raytrain_opt.errors import ResourcesError
+from raytrain_opt.errors import JobError, ResourcesError
 
 LAPTOP = {"CPU": 2.0, "memory": 8e9}
 ONE_GPU = {"CPU": 16.0, "GPU": 1.0}
@@ -151,6 +151,16 @@ def test_a_group_that_may_be_smaller_starts_with_what_there_is() -> None:
     assert (pool_plan.workers, pool_plan.placed_workers) == (4, 2)
     with pytest.raises(ResourcesError, match="room for 2"):
         plan(LAPTOP, candidates=0, workers=elastic(3))
+
+
+def test_many_asynchronous_workers_are_refused_with_the_reason() -> None:
+    job: dict[str, Any] = {"model": "small_cnn", "data": "digits", "epochs": 1}
+    job["global_batch_size"] = 514
+    job |= {"workers": {"count": 257}}
+    many = Job.model_validate({**job, "parallel": {"mode": "async"}})
+    with pytest.raises(JobError, match=r"workers\.count: at most 256 with async, each of which"):
+        plan_pools(many, 0, [{"CPU": 1000.0}])
+    assert plan_pools(Job.model_validate(job), 0, [{"CPU": 1000.0}]).workers == 257
 
 
 # Without slots.

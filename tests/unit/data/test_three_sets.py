@@ -13,6 +13,7 @@ import pytest
 from raytrain_opt import load_model, run
 from raytrain_opt.config.data import ImageFolderData
 from raytrain_opt.data.image_folder import ImageFolderSource
+from raytrain_opt.execution import result as result_module
 from raytrain_opt.execution.training_run import TrainingRun
 from raytrain_opt.pools.commands import StateRef
 from raytrain_opt.pools.protocol import SynchronousTraining
@@ -146,8 +147,8 @@ def test_without_the_weights_of_the_best_epoch_the_run_ends_and_says_so(
         (run.paths.checkpoints / best.folder / "weights.safetensors").write_bytes(b"damaged")
         return evaluate_best(run)
 
-    evaluate_best = TrainingRun.evaluate_best
-    monkeypatch.setattr(TrainingRun, "evaluate_best", damage)
+    evaluate_best = result_module.evaluate_best
+    monkeypatch.setattr(result_module, "evaluate_best", damage)
     data = {"name": "image_folder", "root": str(three_sets), "image_size": 8, "loader_workers": 0}
     schedule = {"policy": "schedule", "initial": 0.1}
     job = small_job(tmp_path, data=data, epochs=1, global_batch_size=4, learning_rate=schedule)

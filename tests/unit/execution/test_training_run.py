@@ -392,6 +392,33 @@ def test_a_run_that_is_killed_in_its_epochs_repeats_no_more_than_an_interval(
     assert outcome(tmp_path) == uninterrupted.outcome
 
 
+def test_a_notice_that_a_node_will_be_taken_away_saves_the_next_segment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_process, "_REPORT_EVERY_S", 0.0)
+    monkeypatch.setattr(protocol, "_SEGMENT_S", 0.0)  # a step is a segment
+    job = tiny_job(tmp_path, **JOBS["schedule"] | {"epochs": 1}, checkpoint={"every": "1h"})
+    saved = list[tuple[int, ...]]()
+    with redirect_stdout(io.StringIO()), open_run(job, in_process=True) as run:
+        save, show, steps = run.checkpoints.save, run.pools.workers.on_wait, itertools.count(1)
+        assert show is not None
+
+        def note(state: Any, progress: RunProgress, score: float | None = None) -> None:
+            saved.append(progress.reached)
+            save(state, progress, score)
+
+        def on_wait(pool: str, progress: Progress | None) -> None:
+            run.stop.saves |= next(steps) == 5
+            show(pool, progress)
+
+        monkeypatch.setattr(run.checkpoints, "save", note)
+        run.pools.workers.on_wait = on_wait
+        train(run)
+        assert not run.stop.saves
+    within, end = saved
+    assert (within[0], 0 < within[2] < 10, end) == (0, True, (1, 0, 0, 0))
+
+
 @pytest.mark.parametrize("search_on", ["workers", "slots"])
 def test_a_search_that_is_killed_trains_no_candidate_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, search_on: str

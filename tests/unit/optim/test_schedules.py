@@ -36,6 +36,8 @@ DROPS = {"milestones": [1, 3], "gamma": 0.1}
         ("multistep", 1.0, DROPS, 4, [1.0, 0.1, 0.1, 0.01, 0.01]),
         ("linear", 0.4, {}, 4, [0.4, 0.3, 0.2, 0.1, 0.0, 0.0]),
         ("linear", 0.4, {"final": 0.2}, 2, [0.4, 0.3, 0.2, 0.2]),
+        ("polynomial", 1.6, {}, 4, [1.6, 0.9, 0.4, 0.1, 0.0, 0.0]),
+        ("polynomial", 1.7, {"final": 0.1}, 4, [1.7, 1.0, 0.5, 0.2, 0.1]),
         ("cosine", 2.0, {}, 4, [2.0, 1 + R, 1.0, 1 - R, 0.0, 0.0]),
         ("cosine", 2.0, {"final": 1.0}, 2, [2.0, 1.5, 1.0, 1.0]),
         # arccot 1 = pi/4, arccot 2 = 0.46364761, arccot 8 = 0.12435499; arccot -x = pi - arccot x
@@ -117,13 +119,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "constant": {},
     "multistep": {"milestones": [2, 4]},
     "linear": {"final": 0.01},
+    "polynomial": {"final": 0.01, "power": 3.0},
     "cosine": {"final": 0.01},
     "arc_cotangent": {"half_epoch": 4.0, "steepness": 1.5},
 }
 
 
 @pytest.mark.parametrize("warmup_epochs", [0, 2])
-@pytest.mark.parametrize("shape", ["linear", "cosine"])
+@pytest.mark.parametrize("shape", ["linear", "polynomial", "cosine"])
 def test_decay_covers_the_steps_after_the_warmup(shape: str, warmup_epochs: int) -> None:
     section = policy(shape, 0.2, **SHAPES[shape], warmup={"epochs": warmup_epochs})
     start, end = warmup_epochs * 5, 6 * 5

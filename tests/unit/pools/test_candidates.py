@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
@@ -10,11 +11,18 @@ from weakref import WeakSet
 import pytest
 import torch
 
-from raytrain_opt.pools.commands import Evaluate, MainTrain, Pretrain, SendCandidateState
+from raytrain_opt.pools.commands import (
+    CandidatePart,
+    Evaluate,
+    MainTrain,
+    Pretrain,
+    SendCandidateState,
+)
 from raytrain_opt.pools.in_process import InProcessStates
 from raytrain_opt.pools.worker import Slot, Worker
 from raytrain_opt.results import EvalTotals, Steps, TrainTotals
 from raytrain_opt.search.policy import Candidate, TryCandidates
+from tests.support.rounds import ignore, train_round
 
 BATCH = 8
 
@@ -82,9 +90,6 @@ class FakeLearner:
         self.cached_mib = 0
 
 
-def ignore(_done: int, _total: int) -> None: ...
-
-
 def make(kind: str) -> tuple[Slot | Worker, FakeLearner, InProcessStates]:
     learner, states = FakeLearner(), InProcessStates()
     any_learner: Any = learner
@@ -97,7 +102,7 @@ def a_round(states: InProcessStates, *lrs: float, keeps_winner: bool = True) -> 
     candidates = tuple(Candidate(i, 1.0, lr) for i, lr in enumerate(lrs))
     plan = TryCandidates(1, 1.0, "", candidates, (1.0, 1.0), keeps_winner=keeps_winner)
     start: Any = FakeState(9.0)
-    return Pretrain(states.put("start", start), plan, (0,))
+    return Pretrain(states.put("start", start), plan, {0: candidates[0]})
 
 
 @pytest.mark.parametrize("kind", ["slot", "worker"])
@@ -105,7 +110,7 @@ def a_round(states: InProcessStates, *lrs: float, keeps_winner: bool = True) -> 
 def test_only_the_best_state_so_far_is_kept(kind: str, keeps_winner: bool) -> None:
     resident, learner, states = make(kind)
     command = a_round(states, 0.2, 0.5, 0.1, 0.3, 0.4, keeps_winner=keeps_winner)
-    resident.handle(command, ignore)
+    train_round(resident, command.state, command.plan)
     # The state of the last candidate is in the learner.
     assert [state.lr for state in learner.states] == ([0.1] if keeps_winner else [])
     for lr in (0.1, 0.2, 0.4, 0.3):
@@ -132,13 +137,14 @@ def test_no_command_leaves_cached_memory_on_the_device(kind: str) -> None:
         resident.handle(each, ignore)
         assert learner.cached_mib == 0, each.name
     with pytest.raises(ValueError, match="a planted failure"):
-        resident.handle(a_round(states, 0.1, -1.0), ignore)
+        resident.handle(a_round(states, -1.0, 0.1), ignore)
     assert learner.cached_mib == 0
 
 
 def test_the_main_training_keeps_no_state_of_a_candidate() -> None:
     worker, learner, states = make("worker")
-    worker.handle(a_round(states, 0.1, 0.2), ignore)
+    command = a_round(states, 0.1, 0.2)
+    train_round(worker, command.state, command.plan)
     assert len(learner.states) == 1
     worker.handle(MainTrain(states.put("other", FakeState(1.0)), 1, Steps(2, (0.1,))), ignore)  # type: ignore[arg-type]
     assert len(learner.states) == 0
@@ -178,5 +184,35 @@ def test_segments_are_one_phase_until_another_command_comes() -> None:
 def test_a_slot_that_was_given_up_trains_nothing() -> None:
     slot, learner, states = make("slot")
     command = a_round(states, 0.2, 0.1)
-    reply = slot.handle(Pretrain(command.state, command.plan, (1, 2)), ignore)
-    assert (reply, learner.trained) == ((), 0)
+    wave = dict(enumerate(command.plan.candidates, start=1))
+    assert slot.handle(Pretrain(command.state, command.plan, wave), ignore) is None
+    assert learner.trained == 0
+
+
+@pytest.mark.parametrize("kind", ["slot", "worker"])
+def test_a_candidate_continues_within_its_steps(kind: str) -> None:
+    """In the process that has trained it, from a part that was sent, or with both lost."""
+    resident, learner, states = make(kind)
+    command = a_round(states, 0.1, 0.2)
+    begun: list[int] = []
+
+    def handle(until: int | None, *, sends: bool, part: CandidatePart | None = None) -> Any:
+        parts = {} if part is None else {0: part}
+        segment = replace(command, until=until, sends=sends, parts=parts)
+        reply = resident.handle(segment, lambda done, _: steps.append(done))
+        begun.append(learner.trained)
+        return reply
+
+    steps: list[int] = []
+    assert handle(1, sends=False) is None
+    assert learner.cached_mib == 100  # of the next segment
+    part = handle(1, sends=True)
+    assert (part.totals.steps, part.state.id) == (1, "1.candidate0.1")
+    assert handle(1, sends=False, part=part) is None
+    result = handle(None, sends=True, part=part)
+    assert (result.candidate.index, result.samples) == (0, 2 * BATCH)
+    assert begun == [1, 1, 1, 1]
+    resident.forget_state()
+    result = handle(None, sends=True, part=part)  # from the part again
+    assert (result.samples, begun[-1]) == (2 * BATCH, 2)
+    assert steps == [0, 1, 1, 2, 1]

@@ -25,7 +25,7 @@ class CountingWorkers:
     done: int = 0
     ends: list[int] = field(default_factory=list)
 
-    def command(self, command: MainTrain) -> dict[int, Any]:
+    def command(self, command: MainTrain, _: Any = None) -> dict[int, Any]:
         self.now_s += (command.end - self.done) * self.step_s + (0 if self.done else self.load_s)
         self.done = command.end
         self.ends.append(command.end)

@@ -18,6 +18,7 @@ from raytrain_opt.search.policy import Candidate, TryCandidates
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
+from tests.support.rounds import ignore, train_round
 from tests.support.small_jobs import small_job
 
 WORKERS, STEPS, LR = 4, 3, 0.1
@@ -47,9 +48,8 @@ def test_a_local_candidate_trains_one_micro_batch_at_the_rate_that_belongs_to_it
     slot = Slot(open_learner(tmp_path), 0, states, candidate_batch)
     candidate = Candidate(0, 1.0, LR)
     plan = TryCandidates(1, LR, "", (candidate,), (1.0,) * STEPS, keeps_winner=True)
-    command = Pretrain(start, plan, (0,))
-    (result,) = slot.handle(command, lambda _done, _total: None)
-    ref = slot.handle(SendCandidateState(command, candidate, 0), lambda _done, _total: None)
+    (result,) = train_round(slot, start, plan)
+    ref = slot.handle(SendCandidateState(Pretrain(start, plan, {}), candidate, 0), ignore)
 
     assert result.candidate.lr == LR
     assert totals.samples == STEPS * 64 * len(indices) // WORKERS
@@ -63,7 +63,7 @@ def test_a_winner_that_another_slot_trains_again_reports_its_progress(tmp_path: 
     start = states.put("start", slot.learner.state(copy=True))
     candidate = Candidate(0, 1.0, LR)
     plan = TryCandidates(1, LR, "", (candidate,), (1.0,) * STEPS, keeps_winner=True)
-    command = SendCandidateState(Pretrain(start, plan, (0, 1)), candidate, 1)
+    command = SendCandidateState(Pretrain(start, plan, {}), candidate, 1)
     slot.handle(command, lambda done, total: progress.append((done, total)))
     assert progress == [(done, STEPS) for done in range(STEPS)]
 

@@ -12,6 +12,7 @@ from ray.exceptions import ObjectLostError
 
 from raytrain_opt.pools import state_store
 from raytrain_opt.pools.commands import (
+    CandidatePart,
     Command,
     Evaluate,
     MainTrain,
@@ -22,7 +23,7 @@ from raytrain_opt.pools.commands import (
 from raytrain_opt.pools.in_process import InProcessStates
 from raytrain_opt.pools.protocol import StateStore
 from raytrain_opt.pools.state_store import GroupObjectStore, RayStateStore
-from raytrain_opt.results import Steps
+from raytrain_opt.results import Steps, TrainTotals
 from raytrain_opt.search.policy import Candidate, TryCandidates
 from raytrain_opt.train.state import TrainingState
 
@@ -71,7 +72,7 @@ def stored(objects: Objects, number: int) -> StateRef:
 
 def pretrain(ref: StateRef) -> Pretrain:
     action = TryCandidates(1, 0.1, "", (CANDIDATE,), (1.0, 1.0), keeps_winner=True)
-    return Pretrain(ref, action, (0,))
+    return Pretrain(ref, action, {0: CANDIDATE})
 
 
 def test_a_pinned_state_stays_until_another_one_is_kept(objects: Objects) -> None:
@@ -109,6 +110,18 @@ def test_a_command_is_renewed_with_a_new_reference_to_the_same_state(
     assert value == state(1)
     assert renewed == command_on(StateRef(ref.id, new, "here"))
     assert renewed != command_on(ref)
+
+
+def test_the_parts_of_candidates_are_renewed_too(objects: Objects) -> None:
+    states, start, part = RayStateStore(), stored(objects, 1), stored(objects, 2)
+    states.keep(start, part)
+    objects.clear()
+    totals = TrainTotals(1, 8, (1.0,), 0, 0.0, 0.0)
+    command = replace(pretrain(start), parts={0: CandidatePart(totals, part)})
+    renewed = states.renew(command)
+    assert isinstance(renewed, Pretrain)
+    refs = (renewed.state, renewed.parts[0].state)
+    assert [objects[ref.ref] for ref in refs] == [state(1), state(2)]
 
 
 def test_a_state_of_a_node_that_left_is_lost_without_waiting_for_its_owner(

@@ -25,7 +25,7 @@ from raytrain_opt.config.load import job_schema, load_job, parse_job
 from raytrain_opt.config.schema import Job
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.errors import JobError
-from raytrain_opt.train.checkpoint import Checkpoints
+from raytrain_opt.train.checkpoint import Checkpoints, Point
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.trained_model import model_metadata
@@ -270,7 +270,7 @@ def save_untrained(job: Job, run_dir: Path) -> None:
     checkpoints = Checkpoints(run_dir / "checkpoints", job.checkpoint)
     checkpoints.metadata = model_metadata(job.model, job.task, learner.info)
     checkpoints.folder.mkdir(parents=True)
-    checkpoints.save(1, learner.state(copy=True), {}, None)
+    checkpoints.save(Point(1), learner.state(copy=True), {}, None)
 
 
 def run_example(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

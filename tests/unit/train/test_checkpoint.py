@@ -16,7 +16,13 @@ from raytrain_opt.config.schema import CheckpointSection
 from raytrain_opt.errors import StorageError
 from raytrain_opt.storage import remove_tree
 from raytrain_opt.train import checkpoint as checkpoint_module
-from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
+from raytrain_opt.train.checkpoint import (
+    Checkpoints,
+    Point,
+    read_candidates,
+    read_checkpoint,
+    read_index,
+)
 from raytrain_opt.train.state import TrainingState, capture, model_tensors
 from tests.support.full_disk import limit_file_size
 
@@ -45,7 +51,7 @@ def folders(folder: Path) -> list[str]:
 def save_all(checkpoints: Checkpoints, accuracies: list[float | None]) -> None:
     state = trained()
     for epoch, accuracy in enumerate(accuracies, start=1):
-        checkpoints.save(epoch, state, {}, accuracy)
+        checkpoints.save(Point(epoch), state, {}, accuracy)
 
 
 # Contents.
@@ -54,7 +60,7 @@ def save_all(checkpoints: Checkpoints, accuracies: list[float | None]) -> None:
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 def test_a_checkpoint_is_read_back_bit_by_bit(tmp_path: Path, optimizer: str) -> None:
     state = trained(optimizer=optimizer)
-    saved = open_checkpoints(tmp_path).save(3, state, PROGRESS, 0.5)
+    saved = open_checkpoints(tmp_path).save(Point(3), state, PROGRESS, 0.5)
     back, progress = read_checkpoint(tmp_path / saved.folder)
     assert progress == PROGRESS
     assert replace(back, tensors={}) == replace(state, tensors={})
@@ -64,9 +70,21 @@ def test_a_checkpoint_is_read_back_bit_by_bit(tmp_path: Path, optimizer: str) ->
     assert back.tensors.keys() == state.tensors.keys()
 
 
+def test_the_states_of_candidates_are_read_back_bit_by_bit(tmp_path: Path) -> None:
+    candidates = {0: trained(1), 3: trained(2)}
+    point = Point(3, rounds=1, candidates=2, candidate_steps=12)
+    saved = open_checkpoints(tmp_path).save(point, trained(), PROGRESS, None, candidates)
+    assert saved.folder == "epoch-0003-round-01-candidate-02-step-000012"
+    assert saved.reached == "12 steps from candidate 3 of round 2 of epoch 4"
+    assert read_index(tmp_path) == [saved]
+    back = read_candidates(tmp_path / saved.folder)
+    digests = {index: state.digest() for index, state in back.items()}
+    assert digests == {index: state.digest() for index, state in candidates.items()}
+
+
 def test_the_files_are_plain_safetensors_without_code(tmp_path: Path) -> None:
     state = trained()
-    folder = tmp_path / open_checkpoints(tmp_path).save(1, state, PROGRESS, None).folder
+    folder = tmp_path / open_checkpoints(tmp_path).save(Point(1), state, PROGRESS, None).folder
     assert sorted(path.name for path in folder.iterdir()) == ["rest.pt", "weights.safetensors"]
     weights = load_file(folder / "weights.safetensors")
     assert sorted(weights) == sorted(model_tensors(state))
@@ -112,11 +130,11 @@ def test_a_full_disk_is_a_storage_error_and_earlier_checkpoints_are_kept(
     tmp_path: Path, room: int, file: str
 ) -> None:
     checkpoints = open_checkpoints(tmp_path, keep=1)
-    checkpoints.save(1, trained(), PROGRESS, 0.5)
+    checkpoints.save(Point(1), trained(), PROGRESS, 0.5)
     before = read_files(tmp_path)
     assert len(before["epoch-0001/weights.safetensors"]) < 2500 < len(before["epoch-0001/rest.pt"])
     with limit_file_size(room), pytest.raises(StorageError, match=rf"epoch-0002.{file}.*written"):
-        checkpoints.save(2, trained(1), PROGRESS, 0.6)
+        checkpoints.save(Point(2), trained(1), PROGRESS, 0.6)
     assert [checkpoint.epoch for checkpoint in checkpoints.saved] == [1]
     after = read_files(tmp_path)
     assert {name: after[name] for name in before} == before
@@ -134,9 +152,9 @@ def test_the_checkpoint_within_an_epoch_is_removed_at_its_end(
     listings = []
     for epoch in (1, 2, 3):
         for rounds in (1, 2):
-            checkpoints.save(epoch - 1, state, {}, None, rounds=rounds)
+            checkpoints.save(Point(epoch - 1, rounds), state, {}, None)
             listings.append(folders(tmp_path))
-        checkpoints.save(epoch, state, {}, None)
+        checkpoints.save(Point(epoch), state, {}, None)
         listings.append(folders(tmp_path))
     assert listings == [
         ["epoch-0000-round-01"],
@@ -154,10 +172,10 @@ def test_the_checkpoint_within_an_epoch_is_removed_at_its_end(
 def test_checkpoints_within_epochs_do_not_count_as_kept_ones(tmp_path: Path) -> None:
     """Even if only every third epoch has a checkpoint, and the best is an old one."""
     checkpoints, state = open_checkpoints(tmp_path, keep=1), trained()
-    checkpoints.save(3, state, {}, 0.9)
-    checkpoints.save(6, state, {}, 0.1)
+    checkpoints.save(Point(3), state, {}, 0.9)
+    checkpoints.save(Point(6), state, {}, 0.1)
     for epoch in (6, 7, 8):
-        checkpoints.save(epoch, state, {}, None, rounds=1)
+        checkpoints.save(Point(epoch, rounds=1), state, {}, None)
     assert [checkpoint.reached for checkpoint in checkpoints.saved] == [
         "epoch 3",
         "epoch 6",
@@ -206,7 +224,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(
 ) -> None:
     checkpoints = open_checkpoints(tmp_path, keep=2)
     save_all(checkpoints, [0.1, 0.2])
-    checkpoints.save(2, trained(1), PROGRESS, None, rounds=1)
+    checkpoints.save(Point(2, rounds=1), trained(1), PROGRESS, None)
     damage_file(tmp_path / "epoch-0002-round-01" / file)
     again = open_checkpoints(tmp_path, keep=2)
     [damage] = again.drop_damaged()
@@ -214,7 +232,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(
     assert f"epoch-0002-round-01/{file} {message}" in damage
     assert again.latest == open_checkpoints(tmp_path).saved[1]
     read_checkpoint(tmp_path / "epoch-0002")
-    again.save(3, trained(1), PROGRESS, 0.3)  # removes the damaged checkpoint
+    again.save(Point(3), trained(1), PROGRESS, 0.3)  # removes the damaged checkpoint
     assert folders(tmp_path) == ["epoch-0002", "epoch-0003"]
     assert open_checkpoints(tmp_path).drop_damaged() == []
 
@@ -286,6 +304,6 @@ def test_an_index_can_neither_leave_out_a_file_nor_name_a_folder_elsewhere(tmp_p
         StorageError, match=r"epoch-0001/rest\.pt was changed after it was written"
     ):
         again.drop_damaged()
-    again.save(2, trained(), {}, None)
+    again.save(Point(2), trained(), {}, None)
     assert folders(tmp_path) == ["checkpoints", "mine"]
     assert folders(folder) == ["epoch-0002"]

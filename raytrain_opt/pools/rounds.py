@@ -1,0 +1,160 @@
+"""Rounds of candidates on a pool: in waves, in segments, and from where they were interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from raytrain_opt.errors import PoolError
+from raytrain_opt.pools.commands import CandidatePart, Pretrain, SendCandidateState, StateRef
+from raytrain_opt.pools.protocol import IsDue, Pool, Segments, StateStore
+from raytrain_opt.results import TrainTotals
+from raytrain_opt.search.policy import Candidate, CandidateResult, TryCandidates
+
+if TYPE_CHECKING:
+    from raytrain_opt.train.state import TrainingState
+
+
+@dataclass(frozen=True)
+class RoundProgress:
+    """What of a round is done: results, and the first steps of candidates without one."""
+
+    action: TryCandidates
+    results: tuple[CandidateResult, ...] = ()  # in the order of the candidates
+    totals: dict[int, TrainTotals] = field(default_factory=dict)  # of those steps, by index
+    # After those steps; and of the candidate that is the best so far, where it was saved.
+    states: Annotated[dict[int, StateRef], Field(exclude=True)] = field(default_factory=dict)
+
+    @property
+    def left(self) -> tuple[Candidate, ...]:
+        """The candidates without a result."""
+        done = {result.candidate.index for result in self.results}
+        return tuple(c for c in self.action.candidates if c.index not in done)
+
+    @property
+    def steps_of_parts(self) -> int:
+        """The steps that candidates without a result have trained."""
+        return sum(totals.steps for totals in self.totals.values())
+
+    @property
+    def steps(self) -> int:
+        """The steps of all candidates."""
+        return len(self.results) * self.action.pretrain_steps + self.steps_of_parts
+
+    @property
+    def best(self) -> CandidateResult | None:
+        """The result whose state the training may continue from, so far."""
+        if not self.results or not self.action.keeps_winner:
+            return None
+        best = self.action.best(self.results)
+        return best if best.status == "ok" else None
+
+    def with_states(self, states: Mapping[int, TrainingState], store: StateStore) -> RoundProgress:
+        """Return the progress with these states, which a checkpoint had."""
+        refs = {i: store.put(f"candidate {i}, resumed", state) for i, state in states.items()}
+        return replace(self, states=refs)
+
+    def after(self, replies: Mapping[Candidate, object]) -> RoundProgress:
+        """Return the progress with the replies to a `Pretrain`; without one, one is lost."""
+        totals, states = dict(self.totals), dict(self.states)
+        results = {result.candidate.index: result for result in self.results}
+        for candidate, reply in replies.items():
+            index = candidate.index
+            if isinstance(reply, CandidatePart):
+                assert reply.state is not None
+                totals[index], states[index] = reply.totals, reply.state
+                continue
+            totals.pop(index, None)
+            states.pop(index, None)
+            if not isinstance(reply, CandidateResult):
+                reply = CandidateResult.lost(candidate)
+            results[index] = reply
+        candidates = self.action.candidates
+        in_order = tuple(results[c.index] for c in candidates if c.index in results)
+        return RoundProgress(self.action, in_order, totals, states)
+
+
+class CandidateTraining:
+    """How a pool trains rounds: slots a candidate each, workers one after the other together."""
+
+    def __init__(self, pool: Pool, *, together: bool) -> None:
+        self._pool, self._together = pool, together
+        self._segments = Segments(pool)
+
+    def train(
+        self,
+        start: StateRef,
+        progress: RoundProgress,
+        *,
+        until: int | None = None,
+        is_due: IsDue = lambda: False,
+    ) -> RoundProgress:
+        """Train the next wave from `start`: all its steps, or `until`, or until `is_due`.
+
+        A candidate whose slot died too often is `lost`. Raises PoolError if all slots did.
+        """
+        residents = self._pool.alive()
+        ranks = (0,) if self._together else residents
+        wave = dict(zip(ranks, progress.left, strict=False))
+        parts = {
+            index: CandidatePart(totals, progress.states[index])
+            for index, totals in progress.totals.items()
+        }
+        command = Pretrain(start, progress.action, wave, parts, until)
+        replies = self._segments.command(command, is_due, residents)
+        if not replies:
+            text = "every slot died more often than max_restarts allows"
+            raise PoolError(f"epoch {progress.action.epoch}: {text}")
+        return progress.after({c: replies.get(rank) for rank, c in wave.items()})
+
+    @property
+    def width(self) -> int:
+        """The number of candidates that train at the same time."""
+        return 1 if self._together else max(1, len(self._pool.alive()))
+
+    def with_best(self, start: StateRef, progress: RoundProgress) -> RoundProgress:
+        """Return the progress with the state of the best candidate, if it may be kept."""
+        best = progress.best
+        if best is None:
+            return progress
+        parts = {index: progress.states[index] for index in progress.totals}
+        ref = self.fetch_state(start, progress, best)
+        return replace(progress, states={**parts, best.candidate.index: ref})
+
+    def describe_lost(self, action: TryCandidates, results: Sequence[CandidateResult]) -> str:
+        """Return a message on candidates whose slot died too often; empty if there are none."""
+        lrs = ", ".join(f"{r.candidate.lr:.3g}" for r in results if r.status == "lost")
+        pool = self._pool
+        return lrs and (
+            f"epoch {action.epoch}: learning rate {lrs} is left out: its slot died more often "
+            "than max_restarts allows, or made no progress within timeouts.no_progress_s; "
+            f"{len(pool.alive())} of {pool.size} slots are left"
+        )
+
+    def train_round(self, start: StateRef, action: TryCandidates) -> list[CandidateResult]:
+        """Train and score every candidate from `start`; return the results in their order."""
+        progress = RoundProgress(action)
+        while progress.left:
+            progress = self.train(start, progress)
+        return list(progress.results)
+
+    def fetch_state(
+        self, start: StateRef, progress: RoundProgress, result: CandidateResult
+    ) -> StateRef:
+        """Return a candidate's state after the steps of a round from `start`, or PoolError."""
+        candidate, action = result.candidate, progress.action
+        if candidate.index in progress.states:
+            return progress.states[candidate.index]
+        residents, command = self._pool.alive(), Pretrain(start, action, {})
+        # Prefer the slot that trained the candidate; any other can train it again. Of workers, all
+        # have it, and rank 0, the first, sends it.
+        for index in sorted(residents, key=lambda index: index != result.slot):
+            send = SendCandidateState(command, candidate, index)
+            replies = self._pool.command(send, (index,))
+            if replies:
+                state: StateRef = replies[index]
+                return state
+        raise PoolError(f"epoch {action.epoch}: no slot is left to send the winner's state")
