@@ -24,7 +24,7 @@ from raytrain_opt.clock import monotonic_s
 from raytrain_opt.data.base import Batch, DataInfo
 from raytrain_opt.models import build_model
 from raytrain_opt.optim.factory import build_optimizer
-from raytrain_opt.results import AsyncWorkerMetrics, BufferUpdates, Steps
+from raytrain_opt.results import AsyncWorkerMetrics, Steps
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.state import TrainingState, to_cpu_state
 
@@ -50,9 +50,6 @@ class Sleeper:
     def add_gradient(self, batch: Batch, place: tuple[int, int]) -> float:
         time.sleep(self.clock())
         return 0.0
-
-    def buffers(self, batches: int) -> BufferUpdates:
-        return BufferUpdates(batches, {}, frozenset())
 
 
 class SimulatedWorker:

@@ -81,7 +81,7 @@ def time_commands(
         "command_ms": 1e3 * median(times_s),
         "send_ms": 1e3 * median(waits_s),
         "write_cpu_ms": 1e3 * median(cpu_s),
-        "state_mib": tensors.nbytes / 2**20,
+        "state_mib": sum(t.data.nbytes for t in tensors.tensors.values()) / 2**20,
     }
 
 

@@ -26,23 +26,19 @@ Sampler = Callable[[], float]
 """Return percent, 0..100, since the last call, or now if the device reports only that."""
 
 
-class CpuSampler:
-    """CPU time of all threads of this process, relative to the time of its compute threads.
+def cpu_sampler(threads: int) -> Sampler:
+    """Sample the CPU time of this process, relative to the time of its compute threads."""
+    # Not from psutil, which reads ticks of 10 ms: a short probe has had none.
+    wall_s, busy_s = monotonic_s(), process_time()
 
-    When all compute threads are busy, it returns 100 %.
-    """
+    def sample() -> float:
+        nonlocal wall_s, busy_s
+        before_s, wall_s = wall_s, monotonic_s()
+        busy_before_s, busy_s = busy_s, process_time()
+        available_s = (wall_s - before_s) * threads
+        return min(100.0, 100.0 * (busy_s - busy_before_s) / available_s) if available_s else 0.0
 
-    def __init__(self, threads: int) -> None:
-        self._threads = threads
-        # Not from psutil, which reads ticks of 10 ms: a short probe has had none.
-        self._wall_s, self._busy_s = monotonic_s(), process_time()
-
-    def __call__(self) -> float:
-        """Return percent since the last call, at most 100 also when more threads are busy."""
-        wall_s, busy_s = self._wall_s, self._busy_s
-        self._wall_s, self._busy_s = monotonic_s(), process_time()
-        available_s = (self._wall_s - wall_s) * self._threads
-        return min(100.0, 100.0 * (self._busy_s - busy_s) / available_s) if available_s else 0.0
+    return sample
 
 
 def gpu_sampler(uuid: str) -> Sampler:

@@ -129,11 +129,6 @@ class RunPaths:
         """Name of the directory, which is unique."""
         return last_name(self.shown)
 
-    @property
-    def ray_storage(self) -> str:
-        """Storage path of Ray Train and Ray Tune, on this machine: no run needs it later."""
-        return str(self.local / RAY_FOLDER)
-
     def begin(self) -> None:
         """Show that the remote storage of a new run can be written. Raises StorageError."""
         if self._copy is not None:
@@ -163,10 +158,7 @@ class RunPaths:
             (self._folder.remove if self.is_published else self._folder.keep)()
 
     def sync_records(self) -> None:
-        """Wait until the lines of all records, and the run directory, are on disk.
-
-        Raises StorageError.
-        """
+        """Wait until all records and the run directory are on disk. Raises StorageError."""
         for path in (*self.local.glob("*.jsonl"), self.local, self.local.parent):
             try:
                 sync(path)
@@ -209,10 +201,7 @@ def readable(run_dir: str, argument: str) -> Iterator[None]:
 
 
 def newest_unfinished(storage_path: str, name: str) -> str | None:
-    """Return the newest run directory of this name with checkpoints that has not ended.
-
-    None when there is none. Raises StorageError when the storage cannot be read.
-    """
+    """Return the newest run of this name with checkpoints that has not ended, if any."""
     for run_dir, job, _ in find_runs(storage_path):
         is_own = job == name and (is_remote(run_dir) or _is_own(Path(run_dir)))
         if is_own and _is_unfinished(run_dir):
@@ -221,10 +210,7 @@ def newest_unfinished(storage_path: str, name: str) -> str | None:
 
 
 def find_runs(storage_path: str) -> list[FoundRun]:
-    """Return all runs below a storage path, newest first.
-
-    Raises StorageError when the storage cannot be read.
-    """
+    """Return all runs below a storage path, newest first. Raises StorageError."""
     with storage_errors(f"{storage_path} cannot be read"):
         if is_remote(storage_path):
             parent = storage_path

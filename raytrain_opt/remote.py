@@ -174,10 +174,7 @@ class RunCopy:
         return all(self._published.get(name, (None,))[0] == version for name, version in files)
 
     def _files(self) -> dict[str, tuple[int, int]]:
-        """Return the version of each file: its date and its size.
-
-        Names of temporary files begin with a dot.
-        """
+        """Return the version of each file: date and size. Temporary files begin with a dot."""
         files = {}
         for path in self._local.rglob("*"):
             name = path.relative_to(self._local).as_posix()

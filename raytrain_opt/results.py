@@ -228,7 +228,6 @@ class Probe:
     timings_s: dict[str, float] = field(default_factory=dict)  # means of a step (`step_timer`)
     utilization_pct: float = math.nan  # mean of the top half of the samples
     utilization_mean_pct: float = math.nan  # of all
-    utilization_samples: int = 0
     peak_memory_mib: float = math.nan
     why: str = ""  # memory ran out, or the process died
     pid: int | None = None  # process that measured

@@ -7,8 +7,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 _PREFIX, _OWNER = "rto-", ".owner"  # short, for paths of sockets
@@ -37,6 +36,12 @@ class TemporaryFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             unlocked.rename(self.path / _OWNER)
 
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
     def keep(self) -> None:
         """Let the folder stay when this process ends."""
         (self.path / _OWNER).unlink(missing_ok=True)
@@ -49,16 +54,6 @@ class TemporaryFolder:
                 break
             time.sleep(_REMOVE_PAUSE_S)
         os.close(self._lock)
-
-
-@contextmanager
-def temporary_folder(max_bytes: int = 4096) -> Iterator[Path]:
-    """Keep a `TemporaryFolder` for the time of the block."""
-    folder = TemporaryFolder(max_bytes)
-    try:
-        yield folder.path
-    finally:
-        folder.remove()
 
 
 def remove_abandoned() -> None:

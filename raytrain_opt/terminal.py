@@ -90,22 +90,11 @@ def epoch_text(record: EpochRecord) -> str:
     loss = "–" if record.train_loss is None else f"{record.train_loss:.4f}"
     metric = record.metric
     test = f"test {metric.name} {metric.text(record.test_metric)}  " if metric else ""
-    # Of the first epoch without the start of the run and its search.
-    parts = ("main_train_s", "evaluate_s", *(["pretrain_s"] if record.epoch > 1 else []))
-    next_epoch_s = sum(record.timings_s.get(part) or 0.0 for part in parts)
-    left_s = (record.epochs - record.epoch) * next_epoch_s
-    left = f"  about {_rounded(left_s)} left" if left_s >= 1 else ""
     speed = f"{record.samples_per_s:,.0f} samples/s"
     return (
         f"epoch {record.epoch}/{record.epochs}  lr {record.lr:.4g}  train loss {loss}  "
-        f"{test}{speed}  {record.duration_s:.1f} s{left}"
+        f"{test}{speed}  {record.duration_s:.1f} s"
     )
-
-
-def _rounded(seconds: float) -> str:
-    units = ((3600, "h", 1), (60, "min", 0), (1, "s", 0))
-    size, unit, digits = next((u for u in units if seconds >= 2 * u[0]), units[-1])
-    return f"{seconds / size:.{digits}f} {unit}"
 
 
 def probe_text(record: BatchSizeProbeRecord) -> str:

@@ -69,11 +69,9 @@ def choose_threads(
 def available_cores(control_groups: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the number of cores that affinity and control group let this process use."""
     limit = math.inf
-    version_2 = (control_groups / "cpu.max").exists()
-    names = ("cpu.max",) if version_2 else ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
     with suppress(OSError, ValueError):  # of a system without control groups, or without a limit
-        quota, period = " ".join((control_groups / name).read_text() for name in names).split()
-        limit = int(quota) / int(period) if quota != "-1" else limit
+        quota, period = (control_groups / "cpu.max").read_text().split()
+        limit = int(quota) / int(period)
     return max(1, int(min(len(os.sched_getaffinity(0)), limit)))
 
 

@@ -28,6 +28,7 @@ from raytrain_opt.async_training.weight_shard import (
 from raytrain_opt.clock import Stopwatch, monotonic_s
 from raytrain_opt.data.base import Batch
 from raytrain_opt.results import AsyncWorkerMetrics
+from raytrain_opt.train.batch_norm import collect_buffers
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.state import TrainingState, model_tensors
 
@@ -95,7 +96,7 @@ class AsyncTrainer:
                     if not server.wait_for_work():
                         break
         stopwatch.add("compute_s", monotonic_s() - started_s)
-        return AsyncWorkerMetrics(stopwatch.timings_s, self.learner.buffers(count))
+        return AsyncWorkerMetrics(stopwatch.timings_s, collect_buffers(self.learner.model, count))
 
     def _claim_batches(
         self, phase: EpochPhase, server: RemoteServer, stopwatch: Stopwatch

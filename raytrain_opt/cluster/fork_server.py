@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from raytrain_opt.cluster.fork_client import SOCKET_VARIABLE
-from raytrain_opt.temporary import temporary_folder
+from raytrain_opt.temporary import TemporaryFolder
 
 # What workers and slots need, and what Ray Train and Ray Tune import of other packages.
 PRELOADED = (
@@ -40,20 +40,20 @@ PRELOADED = (
 # Ray's own start comes first: it gives up after 30 s. Forks get the niceness of Ray's workers, 15
 # unless the user sets it; without privileges that cannot be less than the server's.
 _NICENESS = 10
-_LONGEST_SOCKET_PATH = 103  # of Linux 107, of macOS 103 bytes
+_LONGEST_SOCKET_PATH = 107  # in bytes, on Linux
 
 
 @contextmanager
 def fork_server() -> Iterator[dict[str, str]]:
     """Keep a server for the time of the block; yield what clients need in their environment.
 
-    The server ends with this process, also when it is killed. None is started where forks of a
-    process with threads are not safe (macOS), and when the user set the variable to 0.
+    The server ends with this process, also when it is killed. None is started when the user set
+    the variable to 0.
     """
-    if sys.platform != "linux" or os.environ.get(SOCKET_VARIABLE) == "0":
+    if os.environ.get(SOCKET_VARIABLE) == "0":
         yield {}
         return
-    with temporary_folder(_LONGEST_SOCKET_PATH - len("/socket")) as folder:
+    with TemporaryFolder(_LONGEST_SOCKET_PATH - len("/socket")) as folder:
         path = os.path.join(folder, "socket")
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(path)

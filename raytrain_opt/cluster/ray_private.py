@@ -269,8 +269,7 @@ def without_cleaner(trainer: DataParallelTrainer) -> DataParallelTrainer:
     """Return the trainer; its `fit` does not start Ray Train's cleaner of placement groups.
 
     The cleaner is a detached actor, which outlives a run that is ended, and needs the API server.
-    `cluster.actor_tree` removes the placement groups. Should Ray rename what is replaced here, the
-    cleaner starts.
+    `cluster.actor_tree` removes the groups. Should Ray rename the method, the cleaner starts.
     """
     create = getattr(trainer, "_create_default_callbacks", None)
     if create is not None:

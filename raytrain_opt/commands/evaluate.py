@@ -163,7 +163,7 @@ def _predict(run: SavedRun) -> Predictions:
     """Return what the run's network predicts for the test split."""
     probabilities, labels = [], []
     with trained_learner(run) as learner:
-        for batch in learner.data.eval_batches("test", 0, 1, learner.eval_batch_size):
+        for batch in learner.data.eval_batches("test", 0, 1, learner.config.eval_batch_size):
             output = learner.model(batch.x)
             probabilities.append(output.float().softmax(dim=1).cpu())
             labels.append(batch.y.cpu())

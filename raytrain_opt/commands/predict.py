@@ -68,7 +68,7 @@ def predict_test_set(run: SavedRun) -> Iterator[Prediction]:
     """
     with trained_learner(run) as learner:
         start, source = 0, learner.data.source
-        for batch in learner.data.eval_batches("test", 0, 1, learner.eval_batch_size):
+        for batch in learner.data.eval_batches("test", 0, 1, learner.config.eval_batch_size):
             numbers = batch.indices or range(start, start + batch.size)
             start += batch.size
             samples = [source.file("test", n) or f"sample {n}" for n in numbers]

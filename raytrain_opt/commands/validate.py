@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from torch import cuda
-
 from raytrain_opt.config.schema import Job
 from raytrain_opt.config.section import function_name
 from raytrain_opt.errors import JobError, printable
 from raytrain_opt.execution.check import check_job, try_local_job
 from raytrain_opt.execution.resolve import Facts, Placement, resolve
 from raytrain_opt.optim.epoch_steps import length_of
-from raytrain_opt.report.plots import duration, percent
-
-if TYPE_CHECKING:
-    from raytrain_opt.train.thread_choice import StepTimer
+from raytrain_opt.report.plots import percent
 
 
 def validate(job: Job, job_file: str) -> str:
@@ -25,13 +18,12 @@ def validate(job: Job, job_file: str) -> str:
     """
     if problems := check_job(job):
         raise JobError(problems, job_file)
-    tried = try_local_job(job, job_file)
+    facts = try_local_job(job, job_file)
     summary, notes = {"data": ""}, ["data not checked: the data set is not downloaded yet"]
     costs: dict[str, str] = {}
-    if tried is not None:
-        facts, timer = tried
+    if facts is not None:
         summary, notes = facts.info.summary, [*facts.info.notes]
-        costs = _costs(job, facts, timer)
+        costs = _costs(job, facts)
     searched = job.batch_size_search
     split = ", divided among the free GPUs, if there are any"
     if job.workers.is_given:
@@ -61,8 +53,8 @@ def _policy(job: Job) -> str:
     return ", ".join([section.policy, *settings])
 
 
-def _costs(job: Job, facts: Facts, timer: StepTimer) -> dict[str, str]:
-    """Return the updates of training and search and, of a training on CPUs, how long they take."""
+def _costs(job: Job, facts: Facts) -> dict[str, str]:
+    """Return the updates of training and search."""
     if job.epochs is None or job.batch_size_search is not None:
         return {}
     resolved = resolve(job, facts, Placement.from_job(job), job.global_batch_size)
@@ -71,8 +63,4 @@ def _costs(job: Job, facts: Facts, timer: StepTimer) -> dict[str, str]:
     lines = {"updates": f"{updates:,} ({resolved.steps.first:,} in epoch 1)"}
     if search:
         lines["search"] = f"at most {search:,.0f} updates, {percent(search / updates, 0)} as many"
-    if job.workers.use_gpu is not True and not cuda.is_available():
-        step_s = timer.step_s(job.batch_size_per_worker) * job.workers.size
-        text = f"about {duration((updates + search) * step_s)} of computing on this machine's CPU"
-        lines["time"] = f"{text}; start, data and evaluations come on top"
     return lines

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
-from raytrain_opt.config.data import DataSection, HoldOut
+from raytrain_opt.config.data import HoldOut
 from raytrain_opt.data import sampling
 from raytrain_opt.data.nesting import leaves
 from raytrain_opt.data.sampling import Indices
-from raytrain_opt.errors import DataError, printable
+from raytrain_opt.errors import DataError, first_of, printable
 from raytrain_opt.results import Split
 
 if TYPE_CHECKING:
@@ -44,12 +44,11 @@ _NAMES = 10
 class Batch:
     """Samples on the device, ready for the task.
 
-    x [samples, ...]: float32, normalized where it came from uint8 images (then [N, C, H, W]).
-    y [samples]: int64 class indices. skipped: number of unreadable samples left out. Of mixed
-    samples, `weight` belongs to y and the rest to `other_y`. `relative_size`: number of samples
-    over the mean of the step's micro-batches, which is not 1 in the last step of an epoch only.
-    For the Datasets of a user's task, x is the nesting of tensors that their samples have, and y
-    is None. `indices`: numbers of the samples in their set, where they were read one at a time.
+    x [samples, ...]: float32; uint8 images as [N, C, H, W], normalized. y [samples]: int64 class
+    indices. For a user's task, x is the nesting of tensors that its samples have, and y is None.
+    `skipped`: unreadable samples left out. Of mixed samples, `weight` belongs to y and the rest to
+    `other_y`. `relative_size`: number of samples over the mean of the step's micro-batches.
+    `indices`: numbers of the samples, where they were read one at a time.
     """
 
     x: Any
@@ -79,11 +78,8 @@ class DataInfo:
     """Sizes of the splits in samples, and the shape of one sample as the model sees it.
 
     `train_size` samples are trained on, `search_size` of them by candidates; `final_size` are
-    looked at once, after the training. `class_names`: none
-    if the data have no names. `class_counts`: training samples of each class; empty for the user's
-    Datasets without `targets`. `digest`: of the samples as their source knows them, where the
-    driver has read them. `notes`: lines about what was left out and how shapes were read.
-    `example`: a sample of the user's Datasets, None for other data.
+    looked at once, after the training. `class_counts`: training samples of each class, if they are
+    known. `digest`: set by the driver. `notes`: what was left out, and how shapes were read.
     """
 
     num_classes: int
@@ -98,7 +94,6 @@ class DataInfo:
     preprocessing: Preprocessing | None = None
     digest: str = field(default="", compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)
-    example: Any = field(default=None, compare=False, repr=False)
 
     @property
     def class_labels(self) -> tuple[str, ...]:
@@ -113,14 +108,6 @@ class DataInfo:
         more = ", …" if len(names) > _NAMES else ""
         return {"data": sizes, "classes": f"{len(names)}: {', '.join(names[:_NAMES])}{more}"}
 
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """Type of a sample as the model sees it; None for the default type."""
-        if self.example is None or (self.preprocessing and self.preprocessing.is_image):
-            return None
-        dtype: torch.dtype = next(leaves(self.example)).dtype
-        return dtype
-
     def steps_per_epoch(self, global_batch_size: int) -> int:
         """Return the number of full global batches."""
         return self.train_size // global_batch_size
@@ -131,13 +118,12 @@ def no_op() -> None:
 
 
 class DataSource(ABC):
-    """A training and a test set of `num_classes` classes.
+    """A training and a test set of `num_classes` classes, and perhaps a final one.
 
     `sample_shape`: of an x for the model. `is_image`: x are uint8 [height, width, channels].
     `is_cropped`: tests take the center of each image. `labels`: classes of the training samples,
-    if they are known. `final_size`: samples of the set that is looked at once. `lengths`: of the
-    training samples, by which `window` global batches are sorted together. `field`: of the job,
-    which errors of labels and samples name.
+    if they are known. `lengths`: of the training samples, by which `window` global batches are
+    sorted together. `field`: of the job, for errors of labels and samples.
     """
 
     field: str
@@ -191,7 +177,7 @@ class TrainingData(ABC):
     ) -> None:
         from raytrain_opt.data import transforms  # not at the top: the driver needs no torch
 
-        self.source, self._seed = source, seed
+        self.source, self._seed, self._device = source, seed, device
         self._split = _split(source, section, hold_out, seed)
         self._sets = {
             "test": np.arange(source.size("test")),
@@ -217,8 +203,12 @@ class TrainingData(ABC):
             class_counts=count_classes(source.labels, source.num_classes, source.field),
             preprocessing=preprocessing,
             notes=source.notes,
-            example=source.example,
         )
+        self._open(section)
+
+    @abstractmethod
+    def _open(self, section: Any) -> None:
+        """Prepare to read samples as the data section says. Raises DataError."""
 
     def train_batches(
         self,
@@ -232,11 +222,10 @@ class TrainingData(ABC):
     ) -> Iterator[Batch]:
         """Yield the micro-batch of each (step, micro-batch) in `indices`, in that order.
 
-        Loader processes take from `indices` ahead of the batches that are yielded. In a `search`
-        the validation split is held out; `held_out` of its samples are replaced by others, see
-        `TrainingSplit`. Samples and augmentation depend only on (seed, epoch,
-        step, index in the global batch), not on the process that computes a micro-batch. Raises
-        DataError for unreadable samples, ValueError for a step or micro-batch that does not exist.
+        Loader processes take from `indices` ahead. `search`, `held_out`: see `TrainingSplit`.
+        Samples and augmentation depend only on (seed, epoch, step, index in the global batch).
+        Raises DataError for unreadable samples, ValueError for a step or micro-batch that does
+        not exist.
         """
         order = self._split.order(
             epoch, search=search, held_out=held_out, global_batch_size=global_batch_size
@@ -263,10 +252,9 @@ class TrainingData(ABC):
     def eval_batches(
         self, split: Split, rank: int, world_size: int, batch_size: int
     ) -> Iterator[Batch]:
-        """Yield the rank's part of the split without augmentation.
+        """Yield the rank's part of the split, not augmented: over all ranks, each sample once.
 
-        Over all ranks, each sample comes exactly once. Raises DataError for an empty validation
-        split.
+        Raises DataError for an empty validation split.
         """
 
     def _rank_samples(self, split: Split, rank: int, world_size: int) -> Indices:
@@ -301,19 +289,15 @@ def _split(
 
 
 def channel_axis(shape: tuple[int, ...], default: int) -> int:
-    """Return which axis of an image [height, width, channels] or the reverse has the channels.
+    """Return which axis of an image has the channels: the first, 0, or the last one, -1.
 
-    Either the first or the last one: the only one with 1, 3 or 4 values, or beside a square image,
-    or, if neither has 1, 3 or 4, the shorter one; else the `default`.
+    The only one with 1, 3 or 4 values, or the shorter one if neither has; else the `default`.
     """
-    first, middle, last = shape
+    first, last = shape[0], shape[-1]
     usual = first in CHANNELS, last in CHANNELS
-    for is_first, is_last in (usual, (middle == last, first == middle)):
-        if is_first != is_last:
-            return 0 if is_first else -1
-    if usual[0] or first == last:
+    if usual == (True, True) or first == last:
         return default
-    return 0 if first < last else -1
+    return 0 if usual[0] or (not usual[1] and first < last) else -1
 
 
 def refuse_channels_last(shape: tuple[int, ...]) -> None:
@@ -346,19 +330,15 @@ def count_classes(
     counts = np.bincount(labels[labels < limit], minlength=limit)
     missing = np.flatnonzero(counts == 0)
     if len(missing):
-        number = num_classes - len(np.unique(labels))
-        classes = ", ".join(map(str, missing[:5])) + (", …" if number > 5 else "")
-        rule = f"the training set has no sample of {number} of its {num_classes} classes"
-        raise DataError(field, f"{rule}: {classes}; classes are numbered from 0, without gaps")
+        classes = first_of([str(number) for number in missing])
+        rule = f"the training set has no sample of class {classes} of its {num_classes} classes"
+        raise DataError(field, f"{rule}; classes are numbered from 0, without gaps")
     return tuple(counts.tolist())
 
 
-_FIELDS = {"image_folder": "root", "arrays": "train", "shards": "train"}
 # Samples whose contents are compared: a second where a file system takes a millisecond for each.
 _SAMPLED = 1000
 _EXCERPT = 1024  # bytes
-# Differences that a message names.
-_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -377,26 +357,22 @@ class DataFingerprint:
         counts |= {"the training set": info.train_size, "the test set": info.test_size}
         return cls(info.class_labels, counts, info.digest)
 
-    def require_same(self, data: DataSection, info: DataInfo) -> None:
+    def require_same(self, info: DataInfo) -> None:
         """Raise DataError that says what changed in the data since the checkpoint."""
         now = DataFingerprint.of(info)
-        if now != self:
-            rule = f"changed since the checkpoint: {self._changes(now)}; put the data back as "
-            rule += "they were, or start a new run from the weights (model.weights: RUN_DIR)"
-            raise DataError(f"data.{_FIELDS.get(str(data.name), 'name')}", rule)
-
-    def _changes(self, now: DataFingerprint) -> str:
-        if self.classes != now.classes:
-            before, after = set(self.classes), set(now.classes)
-            changes = [f"class {name} is gone" for name in sorted(before - after)[:_SHOWN]]
-            changes += [f"class {name} is new" for name in sorted(after - before)[:_SHOWN]]
-            return ", ".join(changes) or "the classes have another order"
-        changes = [
-            f"{name} has {now.counts.get(name, 0)} samples, and had {count}"
-            for name, count in self.counts.items()
-            if count != now.counts.get(name, 0)
-        ]
-        return ", ".join(changes[:_SHOWN]) or "samples, their labels, their names or their order"
+        if now == self:
+            return
+        changes = [f"class {name} is gone" for name in self.classes if name not in now.classes]
+        changes += [f"class {name} is new" for name in now.classes if name not in self.classes]
+        if self.classes == now.classes:
+            changes = [
+                f"{name} has {now.counts.get(name, 0)} samples, and had {count}"
+                for name, count in self.counts.items()
+                if count != now.counts.get(name, 0)
+            ]
+        what = first_of(changes) or "samples, their labels, their names or their order"
+        rule = f"changed since the checkpoint: {what}; put the data back as they were, or start a "
+        raise DataError("data", f"{rule}new run from the weights (model.weights: RUN_DIR)")
 
 
 def spread(count: int, of: int = _SAMPLED) -> range:

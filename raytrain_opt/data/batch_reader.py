@@ -22,9 +22,8 @@ from raytrain_opt.data.base import SourceSplit
 from raytrain_opt.data.images import ImageError
 from raytrain_opt.data.sampling import Purpose, sample_seed
 from raytrain_opt.data.source import Sample, SampleSource
-from raytrain_opt.data.transforms import isolated_random_state
 from raytrain_opt.errors import DataError, UserCodeError, origin
-from raytrain_opt.random_state import find_generators, seed_all
+from raytrain_opt.random_state import find_generators, preserve_random_state, seed_all
 from raytrain_opt.user_code import LOADER_SIGNAL, Stalled, exits_as_errors
 
 # Of one image, uint8 [C, H, W].
@@ -32,13 +31,12 @@ Policy = Callable[[torch.Tensor], torch.Tensor]
 
 
 class BatchRequest(NamedTuple):
-    """The samples of a batch to load, and the keys of their random numbers.
+    """The samples of a batch to load.
 
-    `keys`: one per sample, else its index. `fetched`: files that only the training process can
-    read, one per sample.
+    `keys` of their random numbers: else the indices. `fetched`: contents of files that only the
+    training process can read.
     """
 
-    name: str
     split: SourceSplit
     purpose: Purpose
     epoch: int
@@ -48,10 +46,7 @@ class BatchRequest(NamedTuple):
 
 
 class LoadedBatch(NamedTuple):
-    """A batch as it comes from a loader process; the content is empty when there is an error.
-
-    With `skipped` samples the error is that none of the batch can be read.
-    """
+    """A batch from a loader process; with `skipped` samples, an error is that none is readable."""
 
     content: Any
     skipped: int
@@ -64,16 +59,9 @@ class BatchReader(Dataset[Sample]):
     """The Dataset given to torch's DataLoader; its "indices" are one `BatchRequest`."""
 
     def __init__(
-        self,
-        source: SampleSource,
-        seed: int,
-        skip: bool,
-        policy: Policy | None = None,
+        self, source: SampleSource, seed: int, skip: bool, policy: Policy | None = None
     ) -> None:
-        self._source = source
-        self._seed = seed
-        self._skip = skip
-        self._policy = policy
+        self._source, self._seed, self._skip, self._policy = source, seed, skip, policy
         # Generators of the user's Datasets, and the split and epoch where they were looked for.
         self._generators = find_generators(source)
         self._searched: tuple[SourceSplit, int] | None = None
@@ -82,16 +70,14 @@ class BatchReader(Dataset[Sample]):
         """Load the batch of the only request in the list."""
         started_s = monotonic_s()
         try:
-            with exits_as_errors(), _interruptible(started_s), isolated_random_state():
+            with exits_as_errors(), _isolated(started_s):
                 loaded = self._load(requests[0])
             return loaded._replace(load_s=monotonic_s() - started_s)
         except (DataError, UserCodeError) as error:
             return LoadedBatch((), 0, error)
 
     def _load(self, request: BatchRequest) -> LoadedBatch:
-        samples: list[Sample] = []
-        indices: list[int] = []
-        reason = ""
+        samples, indices, reason = list[Sample](), list[int](), ""
         augment = request.purpose is Purpose.TRAIN_SAMPLE
         keys = request.keys or request.indices
         contents = request.fetched or repeat(None, len(keys))
@@ -112,7 +98,7 @@ class BatchReader(Dataset[Sample]):
                     rule = "repair or remove it, or skip such samples: data.on_unreadable: skip"
                     raise DataError(self._source.field, f"{reason}; {rule}") from error
         if not samples:
-            rule = f"no sample of {request.name} can be read; the last: {reason}"
+            rule = f"no sample of a batch can be read; the last: {reason}"
             return LoadedBatch((), len(request.indices), DataError(self._source.field, rule))
         skipped = len(request.indices) - len(samples)
         content = self._source.collate(request.split, samples)
@@ -141,14 +127,15 @@ def cause(error: BaseException) -> str:
 
 
 @contextmanager
-def _interruptible(started_s: float) -> Iterator[None]:
-    """Let the training process ask this loader process where it hangs."""
+def _isolated(started_s: float) -> Iterator[None]:
+    """Preserve the random state, or let the training process ask a loader where it hangs."""
 
     def handle(_: int, frame: FrameType | None) -> None:
         raise Stalled(frame, started_s)
 
     if get_worker_info() is None:
-        yield
+        with preserve_random_state():
+            yield
         return
     signal.signal(LOADER_SIGNAL, handle)
     try:

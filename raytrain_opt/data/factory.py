@@ -5,8 +5,7 @@ The imports inside the functions keep torch, which takes seconds to import, out 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from raytrain_opt.config.data import ArraysData, ArraySetData, ImageFolderData, ShardsData
 
@@ -25,21 +24,22 @@ SharedData: TypeAlias = "DatasetArrays | SampleSource | None"
 def load_shared_data(section: DataSection) -> SharedData:
     """Read what the driver shares: arrays, image files' names or shards' indices.
 
-    A thousand processes that each walked the folders of images would read a shared file system a
-    thousand times. None for a user's Datasets. Raises DataError.
+    None for a user's Datasets. Raises DataError.
     """
     from raytrain_opt.data.image_folder import ImageFolderSource
     from raytrain_opt.data.in_memory_sets import load_array_set, load_arrays
     from raytrain_opt.data.shards import ShardSource
 
-    readers: dict[Any, Callable[[Any], SharedData]] = {
-        ArraySetData: load_array_set,
-        ArraysData: load_arrays,
-        ImageFolderData: ImageFolderSource,
-        ShardsData: ShardSource,
-    }
-    reader = readers.get(type(section))
-    return None if reader is None else reader(section)
+    match section:
+        case ArraySetData():
+            return load_array_set(section)
+        case ArraysData():
+            return load_arrays(section)
+        case ImageFolderData():
+            return ImageFolderSource(section)
+        case ShardsData():
+            return ShardSource(section)
+    return None
 
 
 def open_data(
@@ -54,9 +54,9 @@ def open_data(
 ) -> TrainingData:
     """Open the data of a job in a process that trains or evaluates on `device`.
 
-    `shared` is the result of `load_shared_data`; without it, the data are read here.
-    `hold_out` and `seed` decide which training samples form the validation split. Without
-    `classification`, samples of a user's Datasets are any nesting of tensors. Raises DataError.
+    `shared`: of `load_shared_data`; else the data are read here. Training samples are drawn from
+    `seed` to be the validation split. Without `classification`, samples of a user's Datasets are
+    any nesting of tensors. Raises DataError.
     """
     from raytrain_opt.data.in_memory import InMemoryData
     from raytrain_opt.data.in_memory_sets import DatasetArrays

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from io import StringIO
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ from raytrain_opt.config.data import ImageFolderData
 from raytrain_opt.data.base import SourceSplit, digest, excerpt, spread
 from raytrain_opt.data.images import SUFFIXES, read_image_file
 from raytrain_opt.data.source import ImageSource
-from raytrain_opt.errors import DataError, StorageError, printable
+from raytrain_opt.errors import DataError, StorageError, first_of, printable
 
 Row = dict[str, str]
 
@@ -27,9 +28,7 @@ Row = dict[str, str]
 def read_table(content: bytes) -> tuple[list[str], Iterator[tuple[int, Row]]]:
     """Return the columns of a CSV file, and an iterator over the rows and their lines, from 1.
 
-    Commas, semicolons or tabs separate its values. Raises ValueError, also the iterator: it is
-    empty or not UTF-8, a quote never ends, a row has more or fewer values than there are columns,
-    or two columns have one name.
+    Commas, semicolons or tabs separate its values. Raises ValueError, also the iterator.
     """
     try:
         text = content.decode("utf-8-sig")
@@ -40,12 +39,11 @@ def read_table(content: bytes) -> tuple[list[str], Iterator[tuple[int, Row]]]:
     # Blanks may stand before a quote; a name that begins with one needs quotes.
     stream = StringIO(text, newline="")
     rows = _rows(csv.reader(stream, delimiter=delimiter, skipinitialspace=True, strict=True))
-    _, header = next(rows, (1, []))
-    columns = [name.strip() for name in header]
-    repeated = [name for name, count in Counter(columns).items() if name and count > 1]
-    if repeated or not columns:
-        rule = f"has several columns {repeated[0]}" if repeated else "is empty"
-        raise ValueError(f"{rule}; the first line names the columns")
+    columns = [name.strip() for _, values in islice(rows, 1) for name in values]
+    named_columns = list(filter(None, columns))
+    if not columns or len(set(named_columns)) < len(named_columns):
+        rule = "must name its columns in the first line, each once, not"
+        raise ValueError(f"{rule} {shorten(str(columns))}")
 
     def named() -> Iterator[tuple[int, Row]]:
         for line, values in rows:
@@ -59,17 +57,15 @@ def read_table(content: bytes) -> tuple[list[str], Iterator[tuple[int, Row]]]:
 
 def _rows(reader: Any) -> Iterator[tuple[int, list[str]]]:
     """Yield the values of each row that has some, with the line at which it begins."""
-    while True:
-        line = reader.line_num + 1
-        try:
-            values = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            rule = f"begins a quote that never ends, or ends within a value: {error}"
-            raise ValueError(f"line {line} {rule}") from error
-        if any(values):
-            yield line, values
+    line = 1
+    try:
+        for values in reader:
+            if any(values):
+                yield line, values
+            line = reader.line_num + 1
+    except csv.Error as error:
+        rule = f"begins a quote that never ends, or ends within a value: {error}"
+        raise ValueError(f"line {line} {rule}") from error
 
 
 def shorten(text: str, length: int = 100) -> str:
@@ -86,10 +82,7 @@ _SYSTEM_FOLDERS = ("__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN", "lost+found
 
 
 class ImageFolderSource(ImageSource):
-    """Images of two folders as uint8 [image_size, image_size, 3]; grayscale becomes RGB.
-
-    Raises DataError: a folder, a class in one of them or a file of the CSV file is missing.
-    """
+    """Images of two folders or of a CSV file. Raises DataError for what is missing."""
 
     field = "data.root"
 
@@ -105,8 +98,6 @@ class ImageFolderSource(ImageSource):
         if "final" in self._folders:
             self.final_size = self.size("final")
             self.notes += (f"test: {self.final_size:,} images are looked at once, at the end",)
-        elif section.labels is None and _has_third_folder(section):
-            self.notes += ("test: is not used, as its class folders are not those of training",)
         self.labels = self._folders["train"].labels
         self.class_names = tuple(self._folders["train"].classes)
         for name in self.class_names:
@@ -153,8 +144,7 @@ class ImageFiles:
     """Files of a set, and the class of each: `labels`, indices of `classes`.
 
     The paths are one array of bytes: 1.3 million objects would take 243 MiB, which every loader
-    process would copy by counting references. As arrays they also lie in the memory of a node
-    once, in Ray's object store.
+    process would copy by counting references.
     """
 
     def __init__(self, classes: Sequence[str], files: Iterable[tuple[str, int]]) -> None:
@@ -269,7 +259,7 @@ def _read_labels(section: ImageFolderData, path: str) -> dict[SourceSplit, Image
         classes = sorted({label for _, label in files["train"]})
         numbers = {name: number for number, name in enumerate(classes)}
         if unknown := {y for of_split in tests.values() for _, y in of_split} - numbers.keys():
-            raise ValueError(f"has labels that only test files have: {_names(unknown)}")
+            raise ValueError(f"has labels that only test files have: {first_of(sorted(unknown))}")
     except StorageError as error:
         raise DataError("data.labels", str(error)) from error
     except ValueError as error:
@@ -332,29 +322,18 @@ def _open_folders(
 
     train, test = open_folder("train_split"), open_folder("test_split")
     if odd := set(train.classes) ^ set(test.classes):
-        rule = (
-            f"{section.train_split} and {section.test_split} below {section.root} must have the "
-            f"same class folders; only one of them has: {_names(odd)}; if the test set has no "
-            "labels, move it away: init then takes a fifth of the training set as test set"
-        )
+        rule = f"{section.train_split} and {section.test_split} must have the same class folders; "
+        rule += f"only one of them has: {first_of(sorted(odd))}; if the test set has no labels, "
+        rule += "move it away: init then takes a fifth of the training set as test set"
         raise DataError("data.root", rule)
     folders: dict[SourceSplit, ImageFiles] = {"train": train, "test": test}
-    if _has_third_folder(section):
+    if "test" not in (section.train_split, section.test_split):
         try:
             final = list_folder(root / "test", left_out, seen)
-        except FileNotFoundError:  # without labels
+        except FileNotFoundError:  # there is none, or one without labels
             return folders
         except OSError as error:
             raise DataError("data.root", str(error)) from error
         if final.classes == train.classes:
             folders["final"] = final
     return folders
-
-
-def _has_third_folder(section: ImageFolderData) -> bool:
-    is_free = "test" not in (section.train_split, section.test_split)
-    return is_free and (Path(section.root).expanduser() / "test").is_dir()
-
-
-def _names(classes: set[str]) -> str:
-    return ", ".join(sorted(classes)[:5]) + (", …" if len(classes) > 5 else "")

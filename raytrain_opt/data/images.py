@@ -5,10 +5,9 @@
     r       ratio w / h, log-uniform in [3/4, 4/3]
 
 JPEG files are decoded by libjpeg-turbo (simplejpeg), with 1/2 to 1/8 of the pixels per side where
-the crop still has at least s of them: the decoder then computes fewer. Everything else, and what
-libjpeg-turbo rejects, is decoded by PIL and then reduced in the same way. The orientation that
-EXIF states is applied. The crop is resized with antialiasing, as torchvision's transforms of
-tensors do.
+the crop still has at least s of them. Everything else, and what libjpeg-turbo rejects, is decoded
+by PIL and then reduced in the same way. The orientation that EXIF states is applied. The crop is
+resized with antialiasing, as torchvision's transforms of tensors do.
 Source: Szegedy et al., Going Deeper with Convolutions, CVPR 2015 (the random crop).
 """
 
@@ -42,11 +41,9 @@ _MAX_DRAWS = 10
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 # Pillow knows more than forty formats, and starts Ghostscript for one of them.
 FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP")
-_SIGNATURES = (b"\xff\xd8", b"\x89PNG", b"P5", b"P6", b"BM", b"II*\0", b"MM\0*", b"RIFF")
-# Decoding takes up to 8 bytes a pixel, of WebP 16: 256 MiB, whatever a small file expands to.
-_MAX_PIXELS = 2**25
-# A JPEG file that is not progressive is decoded line by line, and reduced meanwhile.
-_MAX_BASELINE_PIXELS = 85 * 2**20
+# Decoding takes about 8 bytes a pixel: 256 MiB, whatever a small file expands to. Most JPEG files,
+# which are larger, are reduced while they are decoded line by line.
+_MAX_PIXELS, _MAX_JPEG_PIXELS = 2**25, 85 * 2**20
 _MAX_BYTES = 2**28
 
 
@@ -133,13 +130,9 @@ def open_image(content: bytes) -> Image.Image:
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ImageError(f"decoding would fill memory: {error}") from error
     except Exception as error:
-        reason = f"it is not an image ({', '.join(FORMATS)})"
-        if content.startswith(_SIGNATURES):
-            reason = "the file ends within its header, or the header is damaged"
-        raise ImageError(reason if content else "the file is empty") from error
-    is_baseline = content.startswith(b"\xff\xd8") and "progressive" not in image.info
-    limit = _MAX_PIXELS // 2 if image.format == "WEBP" else _MAX_PIXELS
-    limit = _MAX_BASELINE_PIXELS if is_baseline else limit
+        reason = f"it is not an image ({', '.join(FORMATS)}), or cut off within its header"
+        raise ImageError(reason) from error
+    limit = _MAX_JPEG_PIXELS if image.format in ("JPEG", "MPO") else _MAX_PIXELS
     if image.width * image.height > limit:
         pixels = f"{image.width * image.height:,} pixels, more than {limit:,}"
         raise ImageError(f"{pixels}: decoding would fill memory; make it smaller")

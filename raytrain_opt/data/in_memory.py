@@ -1,8 +1,4 @@
-"""Training data in memory: each batch is gathered, cropped and normalized as one tensor.
-
-There are no loader processes: for small images, starting and feeding them costs more than the
-work itself.
-"""
+"""Training data in memory: each batch is gathered, cropped and normalized as one tensor."""
 
 from __future__ import annotations
 
@@ -12,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from raytrain_opt.config.data import HoldOut
 from raytrain_opt.data import sampling, transforms
 from raytrain_opt.data.base import Batch, SourceSplit, TrainingData, no_op
 from raytrain_opt.data.in_memory_sets import Array, DatasetArrays
@@ -32,17 +27,11 @@ class InMemoryData(TrainingData):
     otherwise they are gathered in CPU memory.
     """
 
-    def __init__(
-        self,
-        source: DatasetArrays,
-        section: Any,
-        hold_out: HoldOut,
-        seed: int,
-        device: torch.device,
-        channels_last: bool,
-    ) -> None:
-        super().__init__(source, section, hold_out, seed, device, channels_last)
+    source: DatasetArrays
+
+    def _open(self, section: Any) -> None:
         self._padding, self._flip = section.augment.crop_padding, section.augment.flip
+        source, device = self.source, self._device
         if not source.is_image and (self._padding or self._flip):
             rule = "crop and flip need uint8 images [samples, height, width, channels]; remove it"
             raise DataError("data.augment", rule)

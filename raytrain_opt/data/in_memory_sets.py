@@ -36,9 +36,8 @@ _DIGITS_TEST_FRACTION = 0.2
 class DatasetArrays(DataSource):
     """A data set as arrays, which may be read-only and shared with other processes.
 
-    Images: uint8 [N, H, W, C]; anything else: float32 [N, ...]. Labels: int64 [N],
-    0 .. num_classes - 1. `class_names` in their order; none for arrays of the user's. `notes`:
-    how the shapes of images were read.
+    Images: uint8 [N, H, W, C]; anything else: float32 [N, ...]. Labels: int64 [N], below
+    `num_classes`.
     """
 
     train_x: Array
@@ -102,11 +101,7 @@ def _load_digits() -> DatasetArrays:
 
 
 def _load_torchvision(section: ArraySetData) -> DatasetArrays:
-    """Read CIFAR or MNIST through torchvision.
-
-    torchvision compares the MD5 sum of each file that it downloads, and the sum of CIFAR's files,
-    which are pickles, every time before it reads them.
-    """
+    """Read CIFAR or MNIST through torchvision, which checks the MD5 sums of CIFAR's pickles."""
     import torchvision.datasets
 
     class_name, folder = _TORCHVISION_SETS[section.name]
@@ -144,15 +139,11 @@ def _read_npy(path: str, field: str) -> NamedArray:
     if not file.is_file():
         raise DataError(field, f"there is no file {file.absolute()}; write it with numpy.save")
     try:
-        with file.open("rb") as stream:
-            array = np.load(stream, allow_pickle=False)
+        with file.open("rb") as stream:  # numpy.load would take other formats, too
+            array = np.lib.format.read_array(stream, allow_pickle=False)
     except Exception as error:  # a damaged header can make numpy raise anything
-        rule = (
-            "is not a .npy file of plain numbers (Python objects are refused: they can run code)"
-        )
+        rule = "is not a .npy file of plain numbers, written with numpy.save"
         raise DataError(field, f"{file} {rule}: {error}") from error
-    if not isinstance(array, np.ndarray):
-        raise DataError(field, f"{file} is an .npz archive; write each array to its own .npy file")
     return NamedArray(array, field, path)
 
 
@@ -180,8 +171,8 @@ def validate_arrays(
 ) -> DatasetArrays:
     """Return samples and labels in the types of `DatasetArrays`.
 
-    Raises DataError: an array is empty, x and y differ in length, labels are not class indices,
-    values are not finite numbers, samples of train and test differ in shape or type.
+    Raises DataError: x and y differ in length, labels are not class indices, values are not finite
+    numbers, samples of train and test differ in shape or type.
     """
     train, test = ((x, _without_axis(y)) for x, y in (train, test))
     check_labels(train[1])
@@ -195,9 +186,8 @@ def validate_arrays(
             )
     train_x, test_x = convert_values(train[0]), convert_values(test[0])
     if train_x.shape[1:] != test_x.shape[1:] or train_x.dtype != test_x.dtype:
-        others = f"{train[0].name} has {train[0].values.dtype} {train_x.shape[1:]}"
-        rule = f"its samples are {test[0].values.dtype} {test_x.shape[1:]}, but {others}"
-        raise DataError(test[0].field, f"{rule}; both must be the same")
+        others = f"those of {train[0].name} are {train_x.dtype} {train_x.shape[1:]}"
+        raise test[0].error(f"has samples {test_x.dtype} {test_x.shape[1:]}, but {others}")
     labels = [np.ascontiguousarray(y.values, dtype=np.int64) for y in (train[1], test[1])]
     images = [x for x, _ in (train, test) if x.values.dtype == np.uint8 and x.values.ndim == 4]
     notes = tuple(layout_note(x.name, x.values.shape[1:], -1) for x in images if not class_names)
@@ -213,26 +203,18 @@ def _without_axis(y: NamedArray) -> NamedArray:
 def check_labels(array: NamedArray, num_classes: float = math.inf) -> None:
     """Raise DataError unless these are class indices below `num_classes`."""
     y = array.values
-    if not np.issubdtype(y.dtype, np.integer) or y.ndim != 1:
-        raise array.error(
-            f"has type {y.dtype} and shape {y.shape}; labels must be integer class indices of "
-            "shape [samples]"
-        )
-    if len(y) == 0:
-        raise array.error("has no samples")
+    if not np.issubdtype(y.dtype, np.integer) or y.ndim != 1 or len(y) == 0:
+        rule = "labels must be integer class indices of shape [samples]"
+        raise array.error(f"has type {y.dtype} and shape {y.shape}; {rule}")
     is_wrong = (y < 0) | (y >= num_classes)
     if is_wrong.any():
         first = int(is_wrong.argmax())
-        valid = f"0 to {num_classes - 1}, the classes of the training set"
-        valid = "0 and up" if num_classes == math.inf else valid
-        raise array.error(
-            f"has {int(is_wrong.sum())} labels outside {valid}; the first is {y[first]}, of "
-            f"sample {first}"
-        )
+        rule = f"has {is_wrong.sum()} labels below 0 or above the classes of the training set"
+        raise array.error(f"{rule}; the first is {y[first]}, of sample {first}")
 
 
 def convert_values(array: NamedArray) -> Array:
-    """Return images as uint8 [N, H, W, C], other values as float32 [N, ...].
+    """Return uint8 [N, H, W], [N, H, W, C] or [N, C, H, W] as [N, H, W, C]; others as float32.
 
     Raises DataError for values that are not finite numbers.
     """
@@ -242,17 +224,10 @@ def convert_values(array: NamedArray) -> Array:
     if x.ndim < 2 or x[0].size == 0:
         raise array.error(f"has shape {x.shape}; it must be [samples, ...], not empty")
     if x.dtype == np.uint8 and x.ndim in (3, 4):
-        return _as_images(x)
+        x = x[..., np.newaxis] if x.ndim == 3 else x
+        is_first = channel_axis(x.shape[1:], default=-1) == 0
+        return np.ascontiguousarray(x.transpose(0, 2, 3, 1) if is_first else x)
     values = np.ascontiguousarray(x, dtype=np.float32)
     if not_finite := np.count_nonzero(~np.isfinite(values)):
         raise array.error(f"has {not_finite} values that are not finite (NaN or infinite)")
     return values
-
-
-def _as_images(x: Array) -> Array:
-    """Return uint8 [N, H, W], [N, H, W, C] or [N, C, H, W] as [N, H, W, C]."""
-    if x.ndim == 3:
-        x = x[..., np.newaxis]
-    elif channel_axis(x.shape[1:], default=-1) == 0:
-        x = x.transpose(0, 2, 3, 1)
-    return np.ascontiguousarray(x)

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from raytrain_opt.clock import monotonic_s
-from raytrain_opt.config.data import HoldOut, LoaderSection
+from raytrain_opt.config.data import LoaderSection
 from raytrain_opt.data.base import Batch, SourceSplit, TrainingData
 from raytrain_opt.data.batch_reader import (
     BatchReader,
@@ -56,32 +56,23 @@ class DataLoaderData(TrainingData):
 
     source: SampleSource
 
-    def __init__(
-        self,
-        source: SampleSource,
-        section: LoaderSection,
-        hold_out: HoldOut,
-        seed: int,
-        device: torch.device,
-        channels_last: bool,
-    ) -> None:
-        super().__init__(source, section, hold_out, seed, device, channels_last)
+    def _open(self, section: LoaderSection) -> None:
+        self._copies, example = CopyStream(self._device), self.source.example
         preprocessing = self.info.preprocessing
-        dtype = None if preprocessing and preprocessing.mean_std else self.info.dtype
+        is_normalized = preprocessing is not None and preprocessing.mean_std is not None
+        dtype = None if is_normalized or example is None else next(leaves(example)).dtype
         if section.augment.mixup and dtype is not None and not dtype.is_floating_point:
             rule = f"needs samples of floats or images; these are {dtype}"
             raise DataError("data.augment.mixup", rule)
-        self._copies = CopyStream(device)
         skip = section.on_unreadable == "skip"
-        self._reader = BatchReader(source, seed, skip, self._augment.policy)
-        self._loader = _ReusedLoader(section, self._reader, device)
+        self._reader = BatchReader(self.source, self._seed, skip, self._augment.policy)
+        self._loader = _ReusedLoader(section, self._reader, self._device)
 
     def _read(self, epoch: int, parts: Iterator[MicroBatch]) -> Iterator[Batch]:
         def requests() -> Iterator[BatchRequest]:
             for part in parts:
-                name = f"a micro-batch of step {part.step}, epoch {epoch}"
-                samples, purpose = part.samples.tolist(), Purpose.TRAIN_SAMPLE
-                yield BatchRequest(name, "train", purpose, epoch, samples, part.keys.tolist())
+                samples, keys = part.samples.tolist(), part.keys.tolist()
+                yield BatchRequest("train", Purpose.TRAIN_SAMPLE, epoch, samples, keys)
 
         return self._batches(requests())
 
@@ -90,18 +81,16 @@ class DataLoaderData(TrainingData):
     ) -> Iterator[Batch]:
         """See `TrainingData.eval_batches`.
 
-        A user's Dataset applies its transforms to the validation split too, with the same
-        random numbers each time. A batch of which no sample can be read is passed over, unless
-        all are like that.
+        A user's Dataset transforms the validation split too, with the same random numbers each
+        time. A batch of which no sample can be read is passed over, unless all are like that.
         """
         source_split: SourceSplit = "train" if split == "validation" else split
         samples = self._rank_samples(split, rank, world_size)
 
         def requests() -> Iterator[BatchRequest]:
             for start in range(0, len(samples), batch_size):
-                name = f"batch {start // batch_size} of rank {rank} of the {split} split"
                 batch = samples[start : start + batch_size].tolist()
-                yield BatchRequest(name, source_split, _PURPOSES[source_split], 0, batch)
+                yield BatchRequest(source_split, _PURPOSES[source_split], 0, batch)
 
         return self._batches(requests(), evaluation=True)
 
@@ -113,13 +102,11 @@ class DataLoaderData(TrainingData):
         loaded = self._read_here(split, indices)
         if loaded.error is not None:
             raise loaded.error
-        if loaded.skipped:
-            indices = [i for i in indices if self._read_here(split, [i]).error is None]
-        return self._to_device(self._read_here(split, (indices * count)[:count]))
+        readable = [*loaded.indices] * count
+        return self._to_device(self._read_here(split, readable[:count]))
 
     def _read_here(self, split: SourceSplit, samples: list[int]) -> LoadedBatch:
-        """Read samples in this process."""
-        request = BatchRequest(f"the {split} set", split, _PURPOSES[split], 0, samples)
+        request = BatchRequest(split, _PURPOSES[split], 0, samples)
         return self._reader.__getitems__([request])
 
     def close(self) -> None:
@@ -175,23 +162,15 @@ def _fetched(source: SampleSource, requests: Iterator[BatchRequest]) -> Iterator
 
 
 class _ReusedLoader:
-    """One DataLoader for all phases; each phase (training or evaluation) has its own requests.
+    """One DataLoader, whose processes live on, for all phases; each phase has its own requests.
 
-    The loader processes, and what the Datasets cache in them, live from phase to phase. With
-    `loader_workers: auto`, a phase begins with more of them when in earlier ones a batch took
-    longer to load, per process, than to compute; at most one for each compute thread.
+    With `loader_workers: auto`, a phase begins with more processes when in earlier ones a batch
+    took longer to load, per process, than to compute; at most one for each compute thread.
     """
 
-    def __init__(
-        self,
-        section: LoaderSection,
-        reader: BatchReader,
-        device: torch.device,
-    ) -> None:
-        self._section = section
-        self._reader = reader
-        self._device = device
-        self._sampler = _RequestSampler()
+    def __init__(self, section: LoaderSection, reader: BatchReader, device: torch.device) -> None:
+        self._section, self._device = section, device
+        self._reader, self._sampler = reader, _RequestSampler()
         self._loader: DataLoader[Any] | None = None
         self._batches: Iterator[Any] | None = None
         self._phase = 0
@@ -281,10 +260,7 @@ class _ReusedLoader:
 
 @contextmanager
 def _sigchld_handler_kept() -> Iterator[None]:
-    """Keep the DataLoader from a signal handler that raises in the main thread, whatever it does.
-
-    The DataLoader itself looks at its processes every few seconds while it waits for a batch.
-    """
+    """Keep the DataLoader from a signal handler that raises in the main thread, anywhere."""
     handler = signal.getsignal(signal.SIGCHLD)
     try:
         yield

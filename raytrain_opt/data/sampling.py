@@ -14,10 +14,9 @@
                        i-th sample of the global batch of step t
     one sample         reads with a seed from G(s, TRAIN_SAMPLE, e, position in the epoch)
 
-Philox is counter-based: its state is the key and the counter, so any block of random numbers
-can be computed without those before it. So nothing here depends on what was drawn before, on
-the number of processes, or on which of them computes a micro-batch, and any part of an epoch
-can be repeated bit for bit.
+Philox is counter-based: any block of random numbers can be computed without those before it. So
+nothing here depends on what was drawn before, or on the processes that compute the micro-batches,
+and any part of an epoch can be repeated bit for bit.
 Source: Salmon, Moraes, Dror and Shaw, Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011.
 """
 
@@ -45,10 +44,7 @@ _MAX_UINT64 = 2**64 - 1
 
 
 class Purpose(IntEnum):
-    """The use of random numbers: each has a stream of its own.
-
-    A changed value changes the results of every seed.
-    """
+    """The use of random numbers; a changed value changes the results of every seed."""
 
     VALIDATION_SPLIT = 1
     ORDER = 2
@@ -97,8 +93,10 @@ class TrainingSplit:
     """The training set of a job, cut into samples to train on and the validation split.
 
     Candidates never train on the validation split. If it is held out in the search only, the
-    training uses it too, except in epochs with `held_out`. Raises DataError like
-    `split_validation`.
+    training uses it too, except in epochs with `held_out`. `balanced_labels`: classes of all
+    samples, for epochs with equally many of each. `sampler`: takes the place of all other orders.
+    `lengths`: of all samples, to sort each `window` global batches of an order by them. Raises
+    DataError like `split_validation`.
     """
 
     def __init__(
@@ -112,11 +110,6 @@ class TrainingSplit:
         lengths: Indices | None = None,
         window: int = 1,
     ) -> None:
-        """balanced_labels: classes of all samples, for epochs with equally many of each.
-
-        sampler: takes the place of all other orders. lengths: of all samples, to sort each
-        `window` global batches of an order by them.
-        """
         self.search, self.validation = split_validation(size, hold_out, seed)
         self.training = np.arange(size) if hold_out.only_in_search else self.search
         self._size, self._seed = size, seed
@@ -133,10 +126,9 @@ class TrainingSplit:
     def order(
         self, epoch: int, *, search: bool, held_out: int = 0, global_batch_size: int = 1
     ) -> Indices:
-        """Return the order of an epoch, for candidates or for the training.
+        """Return the order of an epoch, for candidates or for the training; not to be written to.
 
         held_out: first samples of the validation split, in whose place the training takes others.
-        Callers must not write to the order.
         """
         order = self._order(epoch, search)
         if held_out:
@@ -163,8 +155,7 @@ class TrainingSplit:
 def draw_balanced(samples: Indices, labels: Indices, random: np.random.Generator) -> Indices:
     """Return as many samples as there are, equally many of each class, sorted.
 
-    Some of small classes come again, only some of large classes come, others in the next epoch.
-    Counts of samples of one class differ by at most one.
+    Samples of small classes come again; of large classes, others come in the next epoch.
     """
     by_class = samples[np.argsort(labels[samples], kind="stable")]
     classes = np.split(by_class, np.flatnonzero(np.diff(labels[by_class])) + 1)
@@ -191,10 +182,7 @@ def group_by_length(
 
 
 def own_sampler(name: str | Sampler) -> Sampler | None:
-    """Return the function that `data.sampler` names, with a check of what it returns; or None.
-
-    Raises JobError for a name that leads to no function.
-    """
+    """Return the function that `data.sampler` names, if any, with a check of what it returns."""
     if not is_function_name(name):
         return None
     function = resolve_function(name, "data.sampler")
@@ -211,10 +199,10 @@ def own_sampler(name: str | Sampler) -> Sampler | None:
 
 
 class MicroBatch(NamedTuple):
-    """A part of a step: its samples, and their positions in the global batch.
+    """A part of a step: its samples, and their positions in the global batch (`rows`).
 
-    `relative_size`: see `base.Batch`. `keys`: of the samples' random numbers, which are positions
-    in the epoch, so they differ for copies of a sample.
+    `relative_size`: see `base.Batch`. `keys` of random numbers: positions in the epoch, so that
+    copies of a sample differ.
     """
 
     step: int
@@ -229,16 +217,13 @@ def micro_batch(
 ) -> MicroBatch:
     """Return one of the micro-batches of a step of an epoch that has this order.
 
-    Raises ValueError: no such step or micro-batch, or micro-batches of different sizes in a full
-    global batch.
+    Raises ValueError: no such step or micro-batch, or unequal ones in a full global batch.
     """
-    steps = -(-len(order) // global_batch_size)
-    if not 0 <= step < steps:
-        raise ValueError(f"step {step} of an epoch of {steps} steps")
-    if not 0 <= number < num_micro_batches or global_batch_size % num_micro_batches:
-        raise ValueError(
-            f"micro-batch {number} of {num_micro_batches} of {global_batch_size} samples"
-        )
+    is_step = 0 <= step * global_batch_size < len(order)
+    is_part = 0 <= number < num_micro_batches and global_batch_size % num_micro_batches == 0
+    if not (is_step and is_part):
+        part = f"micro-batch {number} of {num_micro_batches} of {global_batch_size} samples"
+        raise ValueError(f"{part} in step {step} of an epoch of {len(order)} samples")
     samples = order[step * global_batch_size : (step + 1) * global_batch_size]
     start, stop = (i * len(samples) // num_micro_batches for i in (number, number + 1))
     relative_size = (stop - start) * num_micro_batches / len(samples)
@@ -250,23 +235,18 @@ def rank_indices(split: Indices, rank: int, world_size: int) -> Indices:
     """Return the rank's part, complete blocks of neighbors: over all ranks, each sample once.
 
     So the losses of blocks do not depend on the number of ranks. Raises DataError for an empty
-    split, ValueError for a rank that does not exist.
+    split.
     """
     if len(split) == 0:
         rule = "it is 0, so there is no validation split to score on"
         raise DataError("data.validation_fraction", rule)
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} of {world_size}")
     blocks = -(-len(split) // EVAL_BLOCK_SIZE)
     start, stop = (r * blocks // world_size * EVAL_BLOCK_SIZE for r in (rank, rank + 1))
     return split[start:stop]
 
 
 class CropFlip(NamedTuple):
-    """Corner at which each image [samples] is cropped after padding, and whether it is mirrored.
-
-    top, left: int64, 0 .. 2 x padding. flip: bool.
-    """
+    """Corners at which padded images [samples] are cropped, and whether they are mirrored."""
 
     top: Indices
     left: Indices

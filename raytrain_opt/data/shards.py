@@ -7,8 +7,8 @@ makes the shards one data set with sample numbers. It lies beside the shard (SHA
 made when the shard is used first, and is kept in the cache. Its first line is the version of the
 shard that it was made of: the index of another version is made again.
 
-Images of an object storage are requested one by one, by the process that trains: its loader
-processes, forks, could not use the client of the storage.
+The process that trains requests images of an object storage: loader processes, which are forks,
+could not use the client of the storage.
 """
 
 from __future__ import annotations
@@ -51,10 +51,7 @@ _CLASS_NUMBER = re.compile(rb"\s*([0-9]{1,18})\s*")
 
 
 class ShardSource(ImageSource):
-    """Images of two sets of shards as uint8 [image_size, image_size, 3].
-
-    Raises DataError: no shard, a damaged one, or one without labels.
-    """
+    """Images of two sets of shards. Raises DataError for shards that cannot be used."""
 
     field = "data.train"
 
@@ -96,7 +93,6 @@ class ShardSource(ImageSource):
             raise DataError(shards.field, str(error)) from error
 
     def fetch(self, split: SourceSplit, indices: Sequence[int]) -> Sequence[Future[bytes]]:
-        """Request the images, if the shards are in an object storage."""
         if not storage.is_remote(self._sets[split].shards[0].place):
             return ()
         return [_requests().submit(self.content, split, index) for index in indices]
@@ -133,10 +129,7 @@ def _requests() -> ThreadPoolExecutor:
 
 @dataclass(frozen=True)
 class Shard:
-    """A tar file: its absolute path, the same on every node, or its URI; and its size in bytes.
-
-    `version`: what changes when it is written again.
-    """
+    """A tar file: path or URI, size in bytes, and what changes when it is written again."""
 
     place: str
     size: int
@@ -186,11 +179,7 @@ class Shard:
 
 
 class ShardSet:
-    """The shards of one split, their indices one after the other, and where each shard ends.
-
-    The driver reads the indices; the processes of a node share the array (1.28 million samples
-    have 29 MiB).
-    """
+    """The shards of one split, their indices one after the other, and where each shard ends."""
 
     def __init__(self, pattern: str, field: str, cache: str) -> None:
         self.field = field
@@ -213,10 +202,7 @@ class ShardSet:
 
 
 def shard_version(uri: str) -> tuple[int, str]:
-    """Return a shard's size, and what changes when it is written again.
-
-    Raises StorageError, OSError.
-    """
+    """Return a shard's size and version. Raises StorageError, OSError."""
     if not storage.is_remote(uri):
         status = storage.local_path(uri).stat()
         if not S_ISREG(status.st_mode):
@@ -275,10 +261,7 @@ def make_index(file: Any, name: str) -> Indices:
 
 
 def _read_members(stream: Any, name: str) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
-    """Yield the members that are not hidden, each with its first bytes.
-
-    Raises ValueError: the shard is damaged or compressed.
-    """
+    """Yield the members that are not hidden, each with its first bytes. Raises ValueError."""
     try:
         # Compressed, positions would mean nothing.
         with tarfile.open(fileobj=stream, mode="r:") as file:
@@ -310,10 +293,7 @@ def parse_index(content: bytes, shard: Shard) -> Indices | None:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Return the names that a pattern with ranges stands for: a-{00..11}.tar -> 12 names.
-
-    Raises ValueError for a range that counts down, and for too many names.
-    """
+    """Return the names that a pattern with ranges stands for: a-{00..11}.tar -> 12 names."""
     ranges = re.findall(r"\{([0-9]+)\.\.([0-9]+)\}", pattern)
     counts = [int(last) - int(first) + 1 for first, last in ranges]
     if min(counts, default=1) < 1:

@@ -16,10 +16,7 @@ Sample = Any  # (x, label), or for a user's task any nesting of tensors
 
 
 class SampleSource(DataSource):
-    """Samples that loader processes read one at a time.
-
-    `has_pairs`: samples are (x, label), else any nesting of tensors, such as `example`.
-    """
+    """Samples that loader processes read one at a time; `has_pairs`: as (x, label)."""
 
     has_pairs: bool = True
 
@@ -29,8 +26,7 @@ class SampleSource(DataSource):
     ) -> Sample:
         """Return x, in the type and layout of the batch, and its class; or a task's sample.
 
-        Raises DataError for a sample that breaks the contract; any other exception means that
-        this sample is unreadable.
+        Raises DataError for a sample that breaks the contract; other exceptions: it is unreadable.
         """
 
     @abstractmethod
@@ -73,10 +69,7 @@ class ImageSource(SampleSource):
     def read(
         self, split: SourceSplit, index: int, augment: bool, fetched: bytes | None = None
     ) -> Sample:
-        """Return a random crop, perhaps mirrored, when `augment` and the job agree, or the center.
-
-        Decoding errors pass through.
-        """
+        """Return a random crop, perhaps mirrored, if the job wants it; else the center."""
         crop = random_crop if augment and self._crops_at_random else center_crop
         content = self.content(split, index) if fetched is None else fetched
         return crop(content, self._size), self.label(split, index)

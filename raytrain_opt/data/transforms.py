@@ -9,10 +9,8 @@
 
 Cropping pads with black before normalizing, as torchvision's RandomCrop does. Images are uint8
 [samples, height, width, channels] until the last operation: a quarter of the memory traffic of
-float32, and already the memory layout of channels_last. Every operation is elementwise or a
-gather, and a product and a sum are never fused into one rounding: so the values of a sample do
-not depend on how the global batch is cut into micro-batches, bit for bit.
-ImageNet's means and standard deviations are those of torchvision's pretrained models.
+float32. Every operation is elementwise or a gather, and a product and a sum are never fused into
+one rounding: so the values of a sample do not depend on the micro-batch, bit for bit.
 
 Augmentation beyond crop and mirror: a policy for each image, then erasing and mixing batches.
 
@@ -27,15 +25,14 @@ Augmentation beyond crop and mirror: a policy for each image, then erasing and m
 
 Sources: Cubuk et al., RandAugment, 2020; Müller and Hutter, TrivialAugment, 2021; Zhong et al.,
 Random Erasing, 2020; Zhang et al., mixup, 2018; Yun et al., CutMix, 2019. The reverse order as in
-timm: with repeated augmentation, neighbors are the same sample. Of the micro-batch, not the global
-batch: x' would have to be read on another worker too. So pairs differ with the number of workers.
+timm. Of the micro-batch, as x' would have to be read on another worker too: so pairs differ with
+the number of workers.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -44,7 +41,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils.data import get_worker_info
 
 from raytrain_opt.config.data import BatchAugment
 from raytrain_opt.data.base import Batch
@@ -61,9 +57,8 @@ Transform = Callable[[torch.Tensor], torch.Tensor]
 class Preprocessing:
     """What turns a sample into the input of the model; checkpoints hold it.
 
-    `is_image`: samples are uint8 images. `mean_std`: of each channel; of an image's values scaled
-    to 0..1. `center_crop`: an image file is resized and cropped as in an evaluation on ImageNet,
-    else its height and width are resized independently.
+    `mean_std`: of each channel; of an image's values scaled to 0..1. `center_crop`: an image file
+    is resized and cropped as in an evaluation on ImageNet, else height and width are resized.
     """
 
     is_image: bool
@@ -72,10 +67,7 @@ class Preprocessing:
 
 
 def describe_input(preprocessing: Preprocessing, shape: Sequence[int]) -> dict[str, Any]:
-    """Return how other tools prepare a sample for a network of samples of this `shape`, in order.
-
-    The values are those of `data.images` and of `make_transform`.
-    """
+    """Return in order how other tools prepare a sample of this `shape` for a network."""
     steps: dict[str, Any] = {}
     if preprocessing.is_image:
         channels, height, width = shape
@@ -134,8 +126,8 @@ def resolve_preprocessing(
 ) -> Preprocessing:
     """Return what `data.normalize` asks for, for samples of this `shape` for the model.
 
-    `auto`: the statistics of images for `normalize: auto`; None only scales them to 0..1. Raises
-    DataError: not one value (or one for all) per channel, or a deviation that is not positive.
+    `auto`: statistics for `normalize: auto`; None only scales to 0..1. Raises DataError: not one
+    value (or one for all) per channel, or a deviation that is not positive.
     """
     if isinstance(normalize, str) or not shape:
         mean_std = (auto or ([0.0], [1.0])) if is_image else None
@@ -157,10 +149,9 @@ def resolve_preprocessing(
 def make_transform(
     preprocessing: Preprocessing, shape: tuple[int, ...], device: torch.device, channels_last: bool
 ) -> Transform:
-    """Return the transform of batches whose samples have this `shape` for the model.
+    """Return the transform of batches: uint8 images [N, H, W, C] become float32 [N, C, H, W].
 
-    uint8 images [N, H, W, C] become float32 [N, C, H, W]. Other values are unchanged, or
-    normalized along their first axis.
+    Other values are unchanged, or normalized along the first axis of their samples' `shape`.
     """
     is_image, mean_std = preprocessing.is_image, preprocessing.mean_std
     is_3d = channels_last and len(shape) == 3
@@ -190,8 +181,7 @@ def make_transform(
 def channel_mean_std(images: npt.NDArray[np.uint8], indices: Indices) -> MeanStd:
     """Compute mean and standard deviation of each channel, in 0..1, over images[indices].
 
-    images [N, H, W, C]. Sums are exact sums of integers, chunk by chunk; a standard deviation
-    is at least 1e-6.
+    images [N, H, W, C]. Sums are exact sums of integers, chunk by chunk.
     """
     channels = images.shape[-1]
     total = np.zeros((2, channels))
@@ -246,11 +236,6 @@ _NEEDS, _IMAGES = "needs {}, which these samples are not", "images [channels, he
 Floats = npt.NDArray[np.float64]
 
 
-def isolated_random_state() -> AbstractContextManager[None]:
-    """Restore the caller's random state on exit; a loader process has none to preserve."""
-    return preserve_random_state() if get_worker_info() is None else nullcontext()
-
-
 class Augmentation:
     """What `data.augment` adds to crop and mirror.
 
@@ -273,7 +258,7 @@ class Augmentation:
         """Return images, uint8 [N, H, W, C], each changed with the seed of its key."""
         if self.policy is None:
             return images
-        with isolated_random_state():
+        with preserve_random_state():
             changed = []
             for image, key in zip(images, keys, strict=True):
                 seed_all(sample_seed(self._seed, Purpose.TRAIN_SAMPLE, epoch, key))

@@ -37,9 +37,8 @@ class UserDatasetSource(SampleSource):
     field = "data.name"
 
     def __init__(self, section: DatasetData, seed: int, *, classification: bool = True) -> None:
-        name, self.has_pairs = section.name, classification
-        self._name = function_name(name)
-        self._datasets = _call(name, section.args, seed)
+        self.has_pairs, self._name = classification, function_name(section.name)
+        self._datasets = _call(section.name, section.args, seed)
         for split in self._datasets:
             self._check_dataset(split)
         self.num_classes = self._resolve_num_classes(section.num_classes)
@@ -90,22 +89,16 @@ class UserDatasetSource(SampleSource):
         if (described := _describe(sample)) != self._expected:
             rule = (
                 f"it is {described} but the first training sample is {self._expected}; all must "
-                "be the same, e.g. by a resize in the Dataset, or data.collate pads them"
             )
+            rule += "be the same, e.g. by a resize in the Dataset, or data.collate pads them"
             raise self._error(split, index, rule)
         if not self.has_pairs:
             return sample
         x, label = sample
-        if not 0 <= label < self.num_classes:
-            rule = f"its label is {label}, outside 0 to {self.num_classes - 1}; "
-            raise self._error(split, index, f"{rule}correct the label or data.num_classes")
         return (x.permute(1, 2, 0).contiguous() if self.is_image else x), label
 
     def collate(self, split: SourceSplit, samples: list[Sample]) -> Any:
-        """Return the batch of the samples: stacked, or by the user's function, checked.
-
-        In it arrays become tensors and float64 becomes float32. Raises DataError.
-        """
+        """Return the batch of the samples: stacked, or by the user's function, as tensors."""
         collate = self._collate if split == "train" else self._collate_test
         if collate is None:
             return super().collate(split, samples)
@@ -123,26 +116,21 @@ class UserDatasetSource(SampleSource):
     def _checked_pair(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return x and y of a collated batch. Raises DataError unless y are classes."""
         match batch:
-            case (torch.Tensor() as x, torch.Tensor() as y) if (
-                y.shape == x.shape[:1] and not y.is_floating_point()
-            ):
-                if ((y >= 0) & (y < self.num_classes)).all():
+            case (torch.Tensor() as x, torch.Tensor() as y) if y.shape == x.shape[:1]:
+                is_class = (y >= 0) & (y < self.num_classes) & (y == y.long())
+                if is_class.all():
                     return x, y.long()
-                rule = f"y has classes {int(y.min())} to {int(y.max())}, outside 0 to"
-                raise DataError(
-                    "data.collate", f"{rule} {self.num_classes - 1} (data.num_classes)"
-                )
-        rule = "must return (x, y), x [samples, ...] and class numbers y [samples], or the job "
-        rule += f"needs a task of its own; it returned {_describe(batch)}"
-        raise DataError("data.collate", rule)
+        rule = "must return (x, y), x [samples, ...] and class numbers y [samples] below "
+        rule += f"{self.num_classes} (data.num_classes), or the job needs a task of its own; it "
+        raise DataError("data.collate", f"{rule}returned {_describe(batch)}")
 
     def _lengths(self) -> Indices:
         """Return `lengths` of the training Dataset. Raises DataError."""
         size = self.size("train")
         lengths = np.asarray(getattr(self._datasets["train"], "lengths", ()))
         if lengths.shape != (size,):
-            rule = f"needs `lengths` of the training Dataset, a number for each of its {size}"
-            raise DataError("data.group_by_length", f"{rule} samples, such as its tokens")
+            rule = f"needs `lengths` of the training Dataset, one for each of its {size} samples"
+            raise DataError("data.group_by_length", rule)
         return lengths
 
     def describe(self, split: SourceSplit, index: int) -> str:
@@ -155,11 +143,9 @@ class UserDatasetSource(SampleSource):
             rule = "of which no order can follow from the seed, and no epoch be resumed; wrap "
             rule += "list(dataset) in a Dataset, or write its samples to files"
             raise DataError(self.field, f"{name} is an IterableDataset, {rule}")
-        if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
-            rule = "it must be a map-style Dataset with __len__ and __getitem__"
+        if not (isinstance(dataset, Sized) and hasattr(dataset, "__getitem__") and len(dataset)):
+            rule = "it must be a map-style Dataset with __len__ and __getitem__, and not empty"
             raise DataError(self.field, f"{name} is {type(dataset).__name__}; {rule}")
-        if len(dataset) == 0:
-            raise DataError(self.field, f"{name} is empty")
 
     def _resolve_num_classes(self, num_classes: int | None) -> int:
         train = _without_subset(self._datasets["train"])
@@ -173,9 +159,8 @@ class UserDatasetSource(SampleSource):
             return 1
         if isinstance(train, TensorDataset) and not train.tensors[-1].is_floating_point():
             return int(train.tensors[-1].max()) + 1
-        rule = "has neither num_classes nor classes; give the Dataset one of them, or the job "
-        rule += 'data.num_classes (in Python data={"name": (train, test), "num_classes": 10}); '
-        rule += "without classes, write a task (docs/tasks.md)"
+        rule = "has neither num_classes nor classes; give the job data.num_classes (in Python "
+        rule += 'data={"name": (train, test), "num_classes": 10}); without classes, write a task'
         raise DataError("data.num_classes", f"the train set of {self._name} {rule}")
 
     def _probe(self) -> Sample:
@@ -196,17 +181,12 @@ class UserDatasetSource(SampleSource):
         if not self.has_pairs:
             return self._tensors(split, index, sample)
         if not isinstance(sample, (tuple, list)) or len(sample) != 2:
-            raise self._error(
-                split, index, f"it must be a pair (x, label), not {type(sample).__name__}"
-            )
-        x, label = sample
-        x = _as_tensor(x)
+            rule = f"it must be a pair (x, label), not {type(sample).__name__}"
+            raise self._error(split, index, rule)
+        x, label = _as_tensor(sample[0]), sample[1]
         if not isinstance(x, torch.Tensor):
-            rule = (
-                f"x is {type(x).__module__}.{type(x).__name__}; it must be a tensor or numpy "
-                "array (for PIL images, add a transform such as "
-                "torchvision.transforms.v2.PILToTensor())"
-            )
+            rule = f"x is {type(x).__module__}.{type(x).__name__}; it must be a tensor or "
+            rule += "array (of PIL images make one by torchvision.transforms.v2.PILToTensor())"
             raise self._error(split, index, rule)
         if x.dtype == torch.uint8 and x.ndim == 3:
             axis = channel_axis(tuple(x.shape), default=0)
@@ -238,11 +218,14 @@ class UserDatasetSource(SampleSource):
 
     def _class_index(self, split: SourceSplit, index: int, label: Any) -> int:
         try:
-            return operator.index(label)
+            number = operator.index(label)
         except TypeError:
-            rule = f"its label is {label!r} ({type(label).__name__})"
-            rule += "; it must be an integer class index, or the job needs a task (docs/tasks.md)"
-            raise self._error(split, index, rule) from None
+            number = -1
+        if not 0 <= number < self.num_classes:
+            rule = f"its label is {label!r} ({type(label).__name__}); it must be an integer below "
+            rule += f"{self.num_classes} (data.num_classes), or the job needs a task"
+            raise self._error(split, index, rule)
+        return number
 
     def _error(self, split: SourceSplit, index: int, rule: str) -> DataError:
         return DataError("data.name", f"sample {index} of the {split} set of {self._name}: {rule}")

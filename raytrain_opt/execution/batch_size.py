@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 # Of train_for, the part in which updates are made; start, search and evaluations take the rest.
 _TRAINING_FRACTION = 0.8
-_CHECK_REASON = "check of the choice in a new process, evaluation included"
+_CHECK_REASON = "check of the choice in a new process"
 
 
 @dataclass(frozen=True)

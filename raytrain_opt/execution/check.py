@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from raytrain_opt.data.base import Batch, DataInfo
     from raytrain_opt.data.factory import SharedData
     from raytrain_opt.train.task import Task
-    from raytrain_opt.train.thread_choice import StepTimer
 
 _DATA_FUNCTIONS = ("name", "collate", "sampler")
 # Returns the number of threads to train with, by batch size of a worker and largest number.
@@ -89,11 +88,11 @@ def check_data(data: DataSection) -> list[Problem]:
 
 def try_job(
     job: Job, source: str = "job", *, resumed: bool = False
-) -> tuple[Facts, SharedData, StepTimer]:
+) -> tuple[Facts, SharedData, ChooseThreads]:
     """Read the data of a job that passed `check_job`; try model and loss on them.
 
-    Also returns what all processes share of the data, and a timer of the network, which it keeps.
-    A `resumed` run needs no pretrained weights any more. Raises DataError when the data cannot be
+    Also returns what all processes share of the data, and a function, which keeps the network. A
+    `resumed` run needs no pretrained weights any more. Raises DataError when the data cannot be
     used, JobError with all fields that do not match them.
     """
     shared, info, samples = read_data(job)
@@ -104,17 +103,17 @@ def try_job(
     elif job.batch_size_search is None:
         learner, length = LearnerConfig.from_job(job), length_of(job)
         problems = problems_of(lambda: build_policy(job, length, count_updates(learner, info)))
-    tried: list[tuple[Facts, StepTimer]] = []
+    tried: list[tuple[Facts, ChooseThreads]] = []
     problems += problems_of(
         lambda: tried.append(_try_network(job, info, samples, resumed=resumed))
     )
     if problems:
         raise JobError(problems, source)
-    facts, timer = tried[0]
-    return facts, shared, timer
+    facts, choose_threads = tried[0]
+    return facts, shared, choose_threads
 
 
-def try_local_job(job: Job, source: str) -> tuple[Facts, StepTimer] | None:
+def try_local_job(job: Job, source: str) -> Facts | None:
     """Try a job without any download; return None if the data must be downloaded first."""
     from raytrain_opt.train.pretrained import names_torchvision_weights
 
@@ -122,7 +121,7 @@ def try_local_job(job: Job, source: str) -> tuple[Facts, StepTimer] | None:
         job = job.model_copy(update={"model": job.model.model_copy(update={"weights": None})})
     section = job.data.model_copy(update={"download": False})
     try:
-        return try_job(job.model_copy(update={"data": section}), source)[::2]
+        return try_job(job.model_copy(update={"data": section}), source)[0]
     except DataError:
         if not job.data.download:
             raise
@@ -156,7 +155,7 @@ def read_data(job: Job) -> tuple[SharedData, DataInfo, tuple[Batch, Batch]]:
 
 def _try_network(
     job: Job, info: DataInfo, samples: tuple[Batch, Batch], *, resumed: bool
-) -> tuple[Facts, StepTimer]:
+) -> tuple[Facts, ChooseThreads]:
     """Build the model on the CPU, as every worker does, try it, and weigh Muon's cost."""
     from torch.nn import GroupNorm
     from torch.nn.modules.batchnorm import _NormBase  # of BatchNorm and InstanceNorm
@@ -167,7 +166,7 @@ def _try_network(
     from raytrain_opt.optim.muon import orthogonalization_flops
     from raytrain_opt.train.pretrained import fit_pretrained, read_pretrained
     from raytrain_opt.train.task import aggregates, build_task, count_flops, find_metric_names
-    from raytrain_opt.train.thread_choice import StepTimer
+    from raytrain_opt.train.thread_choice import time_threads
 
     shape, classes = info.sample_shape, info.num_classes
     if not is_function_name(job.model.name):
@@ -210,7 +209,7 @@ def _try_network(
         channel_norm=any(isinstance(layer, _NormBase | GroupNorm) for layer in model.modules()),
         embeddings=any(isinstance(layer, EMBEDDING) for layer in model.modules()),
     )
-    return facts, StepTimer(task, model, samples[0], job.precision)
+    return facts, partial(time_threads, task, model, samples[0], job.precision)
 
 
 def _try_model(

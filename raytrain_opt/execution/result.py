@@ -125,7 +125,6 @@ def _result(
             main_samples=progress.kept_samples,
             fraction_of_training=progress.search_samples / max(progress.kept_samples, 1),
             rounds=len(progress.history.decisions),
-            candidate_batch=run.job.learning_rate.candidate_batch,
         ),
         wall_s=run.event_log.elapsed_s(),
         time_to_first_step_s=run.startup.marks_s.get("first_step_s"),

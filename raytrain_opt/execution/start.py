@@ -27,6 +27,7 @@ from raytrain_opt.pools.programs import ResidentConfig, SynchronousProgram
 from raytrain_opt.pools.protocol import Pools, SynchronousTraining
 from raytrain_opt.pools.ray_pool import ProbingSlot, RayPool
 from raytrain_opt.pools.state_store import RayStateStore
+from raytrain_opt.remote import RAY_FOLDER
 from raytrain_opt.train.learner_config import OBJECT_SECTIONS, LearnerConfig
 
 # Seconds for the pools to leave a Ray that we started: it is shut down anyway.
@@ -181,6 +182,6 @@ def _resident_config(
         max_restarts=job.max_restarts,
         timeouts=job.timeouts,
         run_id=paths.run_id,
-        ray_storage_path=paths.ray_storage,
+        ray_storage_path=str(paths.local / RAY_FOLDER),
         program=program,
     )

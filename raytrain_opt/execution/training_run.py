@@ -404,7 +404,7 @@ class TrainingRun:
         record = RoundRecord.from_decision(
             action, self._epoch.results, decision, names, self.pools.search_on, timings_s
         )
-        self.recorder.round(record, len(self._lrs))
+        self.recorder.add(record)
         self.callbacks.call("on_round", record)
 
     def _raise_if_diverged(self, epoch: int, split: str, loss: float, failure: str) -> None:

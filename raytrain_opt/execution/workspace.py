@@ -141,7 +141,7 @@ def _check_latest(
         _, plain = read_checkpoint(checkpoints.folder / checkpoints.latest.folder)
         progress = RunProgress.from_json(plain)
         if info is not None and progress.data is not None:
-            progress.data.require_same(job.data, info)
+            progress.data.require_same(info)
         if progress.job is not None:
             check_continues(job, progress.job, paths.shown)
         check_records(paths.local, len(progress.history.decisions), progress.next_epoch - 1)

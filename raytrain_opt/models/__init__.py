@@ -1,9 +1,8 @@
 """Networks by name: the package's small-image models, torchvision's, and the user's function.
 
-Start with `factory`: `check_model` finds wrong names and arguments of a job without building
-anything, `build_model` constructs its network. `networks` has the built-in ones and all names;
-`check_output` passes two samples through a built model. May import config, errors and
-random_state; torchvision is imported when a name is not built in.
+Start with `factory`: `check_model` finds wrong names and arguments without building anything,
+`build_model` constructs the network. `networks` has the built-in ones. May import config, errors
+and random_state; torchvision is imported when a name is not built in.
 """
 
 from raytrain_opt.models.factory import build_model, check_model, check_output

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,14 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from raytrain_opt.config.error_messages import nearest
 from raytrain_opt.config.load import resolve_function
 from raytrain_opt.config.schema import ModelSection
-from raytrain_opt.config.section import Instance, is_function_name
+from raytrain_opt.config.section import is_function_name
 from raytrain_opt.errors import DataError, JobError, Problem, RaytrainOptError, origin
-from raytrain_opt.models.networks import (
-    BUILTIN_MODELS,
-    TORCHVISION_DEFAULTS,
-    model_names,
-    torchvision_names,
-)
+from raytrain_opt.models.networks import BUILTIN_MODELS, model_names, torchvision_names
 from raytrain_opt.random_state import preserve_random_state, seeded
 
 # Arguments that build_model itself passes to a constructor.
@@ -40,10 +36,7 @@ _RESERVED_ARGUMENTS = {
 
 
 def check_model(section: ModelSection) -> list[Problem]:
-    """Return the problems of names: of the model and of its arguments.
-
-    Nothing is built or called. Imports torchvision only if the name is not built in.
-    """
+    """Return the problems of names, of the model and of its arguments, without building it."""
     name = section.name
     if is_function_name(name):
         try:
@@ -61,42 +54,29 @@ def check_model(section: ModelSection) -> list[Problem]:
     if name in BUILTIN_MODELS:
         args = {key: v for key, v in section.args.items() if key not in reserved}
         problems += _check_arguments(BUILTIN_MODELS[str(name)], args)
-    elif section.args.get("aux_logits") and name in TORCHVISION_DEFAULTS:
-        rule = "must be false: the loss takes one output, and this adds a second"
-        problems.append(Problem("model.args.aux_logits", rule, "true"))
     return problems
 
 
 def _keyword_parameters(function: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], bool]:
     """Return a function's keyword parameters, and whether it takes any others (**kwargs)."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except ValueError:
-        return {}, True
-    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    named = {key: value for key, value in parameters.items() if value.kind in by_keyword}
-    return named, any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    parameters = inspect.signature(function).parameters.values()
+    named = {p.name: p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    return named, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def _check_arguments(function: Callable[..., Any], args: dict[str, Any]) -> list[Problem]:
     parameters, accepts_any = _keyword_parameters(function)
-    problems = [
-        Problem(f"model.args.{key}", "no such argument", None, _suggest_argument(key, parameters))
-        for key in args
-        if key not in parameters and not accepts_any
-    ]
+    valid = [name for name in parameters if name not in _DATA_ARGUMENTS]
+    problems = []
+    for key in args:
+        if key not in parameters and not accepts_any:
+            hint = nearest(key, valid) or f"valid arguments: {', '.join(valid) or 'none'}"
+            problems.append(Problem(f"model.args.{key}", "no such argument", None, hint))
     for key, parameter in parameters.items():
         is_required = parameter.default is inspect.Parameter.empty
         if is_required and key not in args and key not in _DATA_ARGUMENTS:
             problems.append(Problem(f"model.args.{key}", "is required by the model's function"))
     return problems
-
-
-def _suggest_argument(key: str, parameters: Iterable[str]) -> str:
-    valid = [name for name in parameters if name not in _DATA_ARGUMENTS]
-    return nearest(key, valid) or (
-        f"valid arguments: {', '.join(valid)}" if valid else "the model has no arguments"
-    )
 
 
 def build_model(
@@ -109,11 +89,10 @@ def build_model(
 ) -> nn.Module:
     """Build the network on the CPU, in training mode, from `seed`.
 
-    `sample_shape` is the shape of one sample: [channels, height, width] for all named models. A
-    user's function is called with `args` and, where its signature has them, `num_classes` (also by
-    **kwargs) and `sample_shape`; `args` take precedence. The generators of torch, numpy
-    and Python are seeded, their state on the CPU is preserved. `channels_last`: the memory format
-    of the weights, if samples are images.
+    `sample_shape`: [channels, height, width] for all named models. A user's function is called
+    with `args` and, where its signature has them, `num_classes` (also by **kwargs) and
+    `sample_shape`; `args` take precedence. Random states are preserved. `channels_last`: the
+    memory format of the weights, if samples are images.
     Raises JobError (unknown name, wrong arguments, no usable nn.Module) and DataError (the
     named model cannot take such samples).
     """
@@ -154,7 +133,12 @@ def _construct(
         function = resolve_function(section.name, "model.name")
         return _call_user_function(function, section.args, data_args)
     name = str(section.name)
-    function = BUILTIN_MODELS.get(name) or _torchvision(name, sample_shape)
+    channels = "channels" if name in BUILTIN_MODELS else 3
+    if len(sample_shape) != 3 or channels not in ("channels", sample_shape[0]):
+        rule = f"{name} takes images [{channels}, height, width], these data have"
+        hint = f"Built-in models take any number of channels: {', '.join(model_names())}."
+        raise DataError("model.name", f"{rule} {list(sample_shape)}. {hint}")
+    function = BUILTIN_MODELS.get(name) or partial(_build_torchvision, name)
     try:
         model: nn.Module = function(**data_args, **section.args)
     except (RaytrainOptError, NotImplementedError):
@@ -164,20 +148,13 @@ def _construct(
     return model
 
 
-def _torchvision(name: str, sample_shape: tuple[int, ...]) -> Callable[..., Any]:
+def _build_torchvision(
+    name: str, *, num_classes: int, sample_shape: tuple[int, ...], **args: Any
+) -> nn.Module:
     from torchvision import models
 
-    if len(sample_shape) != 3 or sample_shape[0] != 3:
-        rule = f"torchvision's {name} takes color images [3, height, width]"
-        hint = f"Built-in models take any number of channels: {', '.join(model_names())}."
-        raise DataError("model.name", f"{rule}, these data have {list(sample_shape)}. {hint}")
-    builder = models.get_model_builder(name)
-    defaults = TORCHVISION_DEFAULTS.get(name, {})
-
-    def build(num_classes: int, sample_shape: tuple[int, ...], **args: Any) -> Any:
-        return builder(weights=None, num_classes=num_classes, **{**defaults, **args})
-
-    return build
+    model: nn.Module = models.get_model(name, weights=None, num_classes=num_classes, **args)
+    return model
 
 
 def _call_user_function(
@@ -189,8 +166,7 @@ def _call_user_function(
     accepted = {key: data_args[key] for key in _DATA_ARGUMENTS if key in keys}
     try:
         model = function(**{**accepted, **args})
-        if isinstance(function, Instance):
-            _require_cpu(model)
+        model = model.cpu() if isinstance(model, nn.Module) else model
     except RaytrainOptError:
         raise
     except Exception as error:
@@ -201,12 +177,6 @@ def _call_user_function(
         name = getattr(function, "__qualname__", repr(function))
         raise JobError([Problem("model.name", rule, name)])
     return model
-
-
-def _require_cpu(model: Any) -> None:
-    if isinstance(model, nn.Module) and any(p.device.type != "cpu" for p in model.parameters()):
-        rule = "must be on the CPU: each worker moves its copy to its own device"
-        raise JobError([Problem("model.name", rule, hint="pass model.cpu()")])
 
 
 def _rejected(name: str, args: dict[str, Any], error: Exception) -> Problem:
@@ -228,8 +198,8 @@ def check_output(model: nn.Module, samples: Tensor, num_classes: int) -> None:
     """Pass `samples`, on the device of `model`, through it in eval mode.
 
     At least two: one would hide a model that drops or averages the batch dimension. The model is
-    preserved, also when the check fails. Raises DataError: the model cannot take such samples, or
-    its output is not [samples, num_classes]; the message names the fields to change.
+    preserved. Raises DataError: the model cannot take such samples, or its output is not
+    [samples, num_classes].
     """
     with preserve_model(model, samples.device), torch.no_grad():
         model.eval()
@@ -254,10 +224,9 @@ def check_output(model: nn.Module, samples: Tensor, num_classes: int) -> None:
 def preserve_model(model: nn.Module, device: torch.device, *others: object) -> Iterator[None]:
     """Restore everything that calls of a model may change, on exit.
 
-    These are parameters and buffers, whatever their shape is by then; the attributes of every
-    layer and of `others` (a task, with its networks), including the contents of lists,
-    dictionaries and sets; and the random states. The copies are in CPU memory. The inside of other
-    objects may change: `train.step_check` finds out whether that matters.
+    These are parameters and buffers; the attributes of every layer and of `others` (a task, with
+    its networks), including the contents of lists, dictionaries and sets; and the random states.
+    The copies are in CPU memory.
     """
     values = (value for other in others for value in (other, *_attributes(other).values()))
     parts = [value for value in values if isinstance(value, nn.Module)]

@@ -5,34 +5,28 @@
               block halves the resolution
     head      average over all positions, linear layer
 
-torchvision's ImageNet form has a 7x7 stem of stride 2 and a max-pool instead, which would leave
-one position of a 32x32 image; here the last of four stages sees 4x4.
 Source: He, Zhang, Ren and Sun, Deep Residual Learning for Image Recognition, CVPR 2016. The
-bottleneck halves the resolution in its 3x3 convolution (often called v1.5), as torchvision's
-does. Parameter counts below are for 10 classes and 3 channels.
+bottleneck halves the resolution in its 3x3 convolution, as torchvision's does. Parameter counts
+below are for 10 classes and 3 channels.
 
 VGG16 is the one of Serizawa and Tatebe on automatic optimization of the mini-batch size, after
 Simonyan and Zisserman, Very Deep Convolutional Networks for Large-Scale Image Recognition, ICLR
-2015. `small_cnn` trains in seconds on a CPU: for 8x8 digits, examples and tests.
+2015. `small_cnn` is for 8x8 digits, examples and tests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
-
-from raytrain_opt.errors import DataError
 
 
 def he_init(model: nn.Module, classifier: nn.Linear) -> None:
     """Initialize all layers but the last by He's rule (normal, fan_out, relu), in place.
 
     Normalization starts as the identity and biases at zero. The classifier keeps torch's own
-    initialization: its fan_out is the number of classes, so He's rule, made for layers followed
-    by a relu, would start with huge logits.
+    initialization: He's rule, with the number of classes as fan_out, would start with huge logits.
     Source: He et al., Delving Deep into Rectifiers, ICCV 2015.
     """
     for module in model.modules():
@@ -44,25 +38,6 @@ def he_init(model: nn.Module, classifier: nn.Linear) -> None:
             continue
         if module.bias is not None:
             nn.init.zeros_(module.bias)
-
-
-def image_shape(sample_shape: tuple[int, ...], model: str) -> tuple[int, int, int]:
-    """Return `sample_shape` as (channels, height, width). Raises DataError if it is no image."""
-    if len(sample_shape) != 3:
-        rule = (
-            f"{model} takes images [channels, height, width], these data have {list(sample_shape)}"
-        )
-        hint = "Use images, or your own model as package.module:function."
-        raise DataError("model.name", f"{rule}. {hint}")
-    channels, height, width = sample_shape
-    return channels, height, width
-
-
-def require_positive(name: str, value: int) -> int:
-    """Return `value` if it is an integer above zero. Raises ValueError."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be an integer above 0, not {value!r}")
-    return value
 
 
 def _conv(in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> nn.Conv2d:
@@ -103,7 +78,6 @@ class ResidualBlock(nn.Module):
 
 
 def _resnet(
-    name: str,
     kernels: tuple[int, ...],
     blocks: tuple[int, ...],
     *,
@@ -115,10 +89,8 @@ def _resnet(
 
     `blocks[i]` residual blocks in stage i + 1, of two 3x3 convolutions or of a bottleneck.
     """
-    in_channels, _, _ = image_shape(sample_shape, name)
-    width = require_positive("width", width)
     model = nn.Sequential()
-    model.add_module("conv1", _conv(in_channels, width, 3))
+    model.add_module("conv1", _conv(sample_shape[0], width, 3))
     model.add_module("bn1", nn.BatchNorm2d(width))
     model.add_module("relu", nn.ReLU(inplace=True))
     channels = width
@@ -142,23 +114,21 @@ def _resnet(
 _BASIC, _BOTTLENECK = (3, 3), (1, 3, 1)
 # The paper's CIFAR network (section 4.2) with n = 1 and 3: 78,042 and 272,474 parameters. Where
 # the shape changes, the shortcut is a projection (the paper's option B).
-resnet8 = partial(_resnet, "resnet8", _BASIC, (1, 1, 1), width=16)
-resnet20 = partial(_resnet, "resnet20", _BASIC, (3, 3, 3), width=16)
+resnet8 = partial(_resnet, _BASIC, (1, 1, 1), width=16)
+resnet20 = partial(_resnet, _BASIC, (3, 3, 3), width=16)
 # Table 1 with a 3x3 stem: 11,173,962 and 23,520,842 parameters.
-cifar_resnet18 = partial(_resnet, "cifar_resnet18", _BASIC, (2, 2, 2, 2), width=64)
-cifar_resnet50 = partial(_resnet, "cifar_resnet50", _BOTTLENECK, (3, 4, 6, 3), width=64)
+cifar_resnet18 = partial(_resnet, _BASIC, (2, 2, 2, 2), width=64)
+cifar_resnet50 = partial(_resnet, _BOTTLENECK, (3, 4, 6, 3), width=64)
 # Serizawa and Tatebe report 45 convolutions in blocks of three: 15 blocks, where ResNet-50 has 16;
 # which block is missing is our reading. With the stem and four projections, 50 convolutions and
 # 22,403,658 parameters.
-cifar_resnet45 = partial(_resnet, "cifar_resnet45", _BOTTLENECK, (3, 4, 5, 3), width=64)
+cifar_resnet45 = partial(_resnet, _BOTTLENECK, (3, 4, 5, 3), width=64)
 
 
 def resnet45(*, num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
     """Build it with the stem for ImageNet: torchvision's ResNet-50 without one block."""
     from torchvision.models.resnet import Bottleneck, ResNet
 
-    if image_shape(sample_shape, "resnet45")[0] != 3:
-        raise DataError("model", "resnet45 takes images of 3 channels; use cifar_resnet45")
     model: nn.Module = ResNet(Bottleneck, [3, 4, 5, 3], num_classes=num_classes)
     return model
 
@@ -177,14 +147,11 @@ def small_cnn(
     """Build three 3x3 convolutions with batch norm and relu, an average and a linear layer.
 
     Widths `width`, 2 `width` (which halves the resolution) and 2 `width`; 56,554 parameters for
-    10 classes and one channel. Input [N, C, H, W] of any size, output [N, num_classes].
-    It is not from a paper.
+    10 classes and one channel. Input [N, C, H, W] of any size.
     """
-    channels, _, _ = image_shape(sample_shape, "small_cnn")
-    width = require_positive("width", width)
     classifier = nn.Linear(2 * width, num_classes)
     model = nn.Sequential(
-        *_layer(channels, width, stride=1),
+        *_layer(sample_shape[0], width, stride=1),
         *_layer(width, 2 * width, stride=2),
         *_layer(2 * width, 2 * width, stride=1),
         nn.AdaptiveAvgPool2d(1),
@@ -198,28 +165,18 @@ def small_cnn(
 # Output channels of the 13 convolutions; a 2x2 max-pool follows each of the 5 groups.
 _GROUPS = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 _REDUCTION = 2 ** len(_GROUPS)
+_HIDDEN = 512
 
 
 def _vgg16(
-    name: str,
-    normalize_convolutions: bool,
-    *,
-    num_classes: int,
-    sample_shape: tuple[int, ...],
-    hidden: int = 512,
-    dropout: float = 0.0,
+    normalize_convolutions: bool, *, num_classes: int, sample_shape: tuple[int, ...]
 ) -> nn.Module:
-    """Build 13 3x3 convolutions with relu, 5 max-pools, 2 linear layers, `hidden` between them.
+    """Build 13 3x3 convolutions with relu, 5 max-pools, 2 linear layers of 512 inner values.
 
     The first linear layer sees all positions that the pools leave (one for 32x32), so it takes
-    images of one size. Raises DataError below 32x32.
+    images of one size, at least 32x32.
     """
-    channels, height, width = image_shape(sample_shape, name)
-    if min(height, width) < _REDUCTION:
-        rule = f"{name} halves images 5 times and needs at least {_REDUCTION}x{_REDUCTION} pixels"
-        hint = "Use resnet8, cifar_resnet18 or small_cnn, or larger images."
-        raise DataError("model.name", f"{rule}; these data have {height}x{width}. {hint}")
-    require_positive("hidden", hidden)
+    channels, height, width = sample_shape
     layers: list[nn.Module] = []
     for group in _GROUPS:
         for out_channels in group:
@@ -229,20 +186,21 @@ def _vgg16(
             layers += layer
             channels = out_channels
         layers.append(nn.MaxPool2d(2))
-    positions = (height // _REDUCTION) * (width // _REDUCTION)
-    layers += [nn.Flatten(), nn.Linear(channels * positions, hidden), nn.BatchNorm1d(hidden)]
-    classifier = nn.Linear(hidden, num_classes)
-    model = nn.Sequential(*layers, nn.ReLU(inplace=True), nn.Dropout(dropout), classifier)
+    # Smaller images are refused by the last pool, in the check of the output.
+    positions = max(1, (height // _REDUCTION) * (width // _REDUCTION))
+    layers += [nn.Flatten(), nn.Linear(channels * positions, _HIDDEN), nn.BatchNorm1d(_HIDDEN)]
+    classifier = nn.Linear(_HIDDEN, num_classes)
+    model = nn.Sequential(*layers, nn.ReLU(inplace=True), classifier)
     he_init(model, classifier)
     return model
 
 
 # A normalization after every convolution and the first linear layer, as in Chainer's sample for
 # CIFAR, which Serizawa and Tatebe train; 14,987,722 parameters for 10 classes and 3 x 32 x 32.
-vgg16_bn = partial(_vgg16, "vgg16_bn", True)
+vgg16_bn = partial(_vgg16, True)
 # Serizawa and Tatebe count one normalization; taken literally, after the first linear layer, it
 # trains far less easily. 14,983,498 parameters.
-vgg16_one_bn = partial(_vgg16, "vgg16_one_bn", False)
+vgg16_one_bn = partial(_vgg16, False)
 
 
 # They take num_classes and sample_shape.
@@ -256,14 +214,6 @@ BUILTIN_MODELS: dict[str, Callable[..., nn.Module]] = {
     "small_cnn": small_cnn,
     "vgg16_bn": vgg16_bn,
     "vgg16_one_bn": vgg16_one_bn,
-}
-
-# googlenet and inception_v3 return two outputs in training unless their auxiliary head is off
-# (the training loop takes one), and warn about a slow initialization unless it is requested.
-_SINGLE_OUTPUT = {"aux_logits": False, "init_weights": True}
-TORCHVISION_DEFAULTS: dict[str, dict[str, Any]] = {
-    "googlenet": _SINGLE_OUTPUT,
-    "inception_v3": _SINGLE_OUTPUT,
 }
 
 

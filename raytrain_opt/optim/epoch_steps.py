@@ -62,11 +62,6 @@ class EpochSteps:
         """Return the last steps of `epoch`, one at each of these rates."""
         return Steps(self(epoch) - len(lrs), lrs)
 
-    def span(self, epoch: int, epochs: int, start: int = 0) -> EpochSpan:
-        """Return the part that `epoch` covers of a training from epoch `start` + 1 to `epochs`."""
-        total, done = self.before(epochs + 1) - self.before(start + 1), epoch - start
-        return EpochSpan(epoch, epochs, done - 1, done, epochs - start, self(epoch), total)
-
     def before(self, epoch: int) -> int:
         """Return the number of updates in all epochs before `epoch`."""
         return sum(map(self, range(1, epoch)))
@@ -94,7 +89,11 @@ class Length:
         self, epoch: int, steps: EpochSteps, plans: Sequence[EpochSpan], start: int = 0
     ) -> EpochSpan:
         """Return the part that `epoch` covers of the training after the first `start` epochs."""
-        return steps.span(epoch, self.known_epochs, start) if self.known_epochs else plans[-1]
+        epochs, done = self.known_epochs, epoch - start
+        if not epochs:
+            return plans[-1]
+        total = steps.before(epochs + 1) - steps.before(start + 1)
+        return EpochSpan(epoch, epochs, done - 1, done, epochs - start, steps(epoch), total)
 
 
 def length_of(job: Job) -> Length:

@@ -15,9 +15,8 @@ The rate multiplies the sum in (4), so that a schedule changes all of v at once;
 into (3), which is the same while it is constant. torch's SGD computes (3) and (4). `eps` is an
 addition, as in timm: it bounds r for a layer whose gradient nearly vanishes.
 
-Norms are float32 (float64 for float64). A layer whose gradient holds a NaN becomes NaN, by (1). An
-infinite |g|, also one that overflows float32 (from about 1e19), gives r = 0: the layer's finite
-elements do not change and infinite ones become NaN. Other layers are not affected.
+Norms are float32 (float64 for float64). A layer whose gradient holds a NaN becomes NaN, by (1);
+with an infinite |g|, r is 0. Other layers are not affected.
 
 RMSprop warm-up: RMSprop at first, momentum SGD later.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,8 +25,7 @@ from raytrain_opt.recording.records import (
 )
 from raytrain_opt.storage import append_lines, storage_errors, write_bytes, write_text
 
-_CANDIDATE_SCALARS = ("lr", "score", "val_metric", "val_loss", "train_loss")
-_EPOCH_SCALARS = ("lr", "train_loss", "samples_per_s")
+_SCALARS = ("lr", "train_loss", "samples_per_s")
 
 R = TypeVar("R", bound=Record)
 
@@ -43,35 +42,37 @@ def write_record(run_dir: Path, record: Record, indent: int | None = 2) -> None:
 
 
 class Recorder:
-    """Writer of one run's records. Its methods raise StorageError naming the file."""
+    """Writer of one run's records. Its methods raise StorageError naming the file.
+
+    tensorboardX's SummaryWriter would block the run forever on a full disk, where its thread dies.
+    """
 
     def __init__(self, paths: RunPaths) -> None:
+        from tensorboardX.event_file_writer import EventsWriter
+
         self.paths = paths
-        self._tensorboard = TensorBoardWriter(paths.tensorboard)
+        with storage_errors(f"{paths.tensorboard} cannot be written"):
+            paths.tensorboard.mkdir(exist_ok=True)
+            self._scalars = EventsWriter(str(paths.tensorboard / "events"))
 
     def add(self, *records: Record) -> None:
         """Append lines. A resumed run keeps all events and phases: they are its history."""
         append(self.paths.local, *records)
 
-    def round(self, record: RoundRecord, step: int) -> None:
-        """Write a line of rounds.jsonl, and the values of all candidates for TensorBoard."""
-        self.add(record)
-        scalars = {
-            f"round/candidate_{candidate.index}/{name}": getattr(candidate, name)
-            for candidate in record.candidates
-            for name in _CANDIDATE_SCALARS
-        }
-        scalars["round/next_base_lr"] = record.next_base_lr
-        self._tensorboard.scalars(step, scalars)
-
     def epoch(self, record: EpochRecord, step: int) -> None:
-        """Write a line of epochs.jsonl, and the same values for TensorBoard."""
+        """Write a line of epochs.jsonl, and its finite values for TensorBoard."""
+        from tensorboardX.proto.event_pb2 import Event as Scalar
+        from tensorboardX.summary import scalar
+
         self.add(record)
-        scalars = {f"epoch/{name}": getattr(record, name) for name in _EPOCH_SCALARS}
-        scalars |= {f"epoch/test_{name}": value for name, value in record.test_metrics.items()}
-        if record.staleness is not None:
-            scalars["epoch/staleness"] = record.staleness.mean
-        self._tensorboard.scalars(step, scalars)
+        values = {f"epoch/{name}": getattr(record, name) for name in _SCALARS}
+        values |= {f"epoch/test_{name}": value for name, value in record.test_metrics.items()}
+        with storage_errors(f"{self.paths.tensorboard} cannot be written"):
+            for name, value in values.items():
+                if value is not None and math.isfinite(value):
+                    summary = scalar(name, value)
+                    self._scalars.write_event(Scalar(wall_time=time(), step=step, summary=summary))
+            self._scalars.flush()
 
     def read(self, kind: type[R]) -> list[R]:
         """Return the lines of a record file so far."""
@@ -84,18 +85,15 @@ class Recorder:
         return max(sum(ends_s) + partial_s, *times_s, 0.0)
 
     def truncate_after(self, rounds: int, epochs: int) -> None:
-        """Keep this number of rounds and epochs, and all events.
-
-        A resumed run repeats, and writes again, what followed its last checkpoint. Raises what
-        `check_records` raises, before it writes.
-        """
+        """Keep this number of rounds and epochs, and all events. Raises as `check_records`."""
         for path, lines in check_records(self.paths.local, rounds, epochs).items():
             if path.exists():
                 write_bytes(path, b"".join(line + b"\n" for line in lines))
 
     def close(self) -> None:
-        """Close the file of TensorBoard."""
-        self._tensorboard.close()
+        """Close the file of TensorBoard; a second call does nothing."""
+        with suppress(OSError, ValueError):  # all points are written, or their error was raised
+            self._scalars.close()
 
 
 def check_records(run_dir: Path, rounds: int, epochs: int) -> dict[Path, Sequence[bytes]]:
@@ -126,38 +124,6 @@ def versions() -> dict[str, str]:
         with suppress(PackageNotFoundError):  # the benchmarks of a GPU run without Ray
             installed[name] = version(name)
     return installed
-
-
-class TensorBoardWriter:
-    """Writer of event files in `folder`. Raises StorageError when they cannot be written.
-
-    tensorboardX's SummaryWriter would block the run forever on a full disk, where its thread dies.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        from tensorboardX.event_file_writer import EventsWriter
-
-        self._action = f"{folder} cannot be written"
-        with storage_errors(self._action):
-            folder.mkdir(exist_ok=True)
-            self._writer = EventsWriter(str(folder / "events"))
-
-    def scalars(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Write one point of each curve; none for None and for values that are not finite."""
-        from tensorboardX.proto.event_pb2 import Event
-        from tensorboardX.summary import scalar
-
-        with storage_errors(self._action):
-            for name, value in values.items():
-                if value is not None and math.isfinite(value):
-                    summary = scalar(name, value)
-                    self._writer.write_event(Event(wall_time=time(), step=step, summary=summary))
-            self._writer.flush()
-
-    def close(self) -> None:
-        """Close the file; a second call does nothing."""
-        with suppress(OSError, ValueError):  # all points are written, or their error was raised
-            self._writer.close()
 
 
 class EventLog:

@@ -122,10 +122,7 @@ class RoundRecord(Record):
         search_on: Literal["slots", "workers"],
         timings_s: Mapping[str, float],
     ) -> RoundRecord:
-        """Return the record of a round.
-
-        `optimizers`: names of the job's. `search_on`: who trained the candidates.
-        """
+        """Return the record of a round. `optimizers`: names of the job's."""
         return cls(
             epoch=action.epoch,
             stage=action.stage,
@@ -247,7 +244,6 @@ class BatchSizeProbeRecord(Record):
         description="Utilization of the device: mean of the larger half of the samples."
     )
     utilization_mean_pct: Number = Field(description="Utilization: mean of all samples.")
-    utilization_samples: int = Field(description="Utilization samples.")
     peak_memory_mib: Number = Field(description="Peak memory of the slot that probes.")
     error: str = Field(description="Message of the out-of-memory error; otherwise empty.")
     pid: int | None = Field(None, description="Process that measured; null when it died.")
@@ -288,9 +284,6 @@ class SearchResult(RecordPart):
     main_samples: int = Field(description="Samples trained on the way to the final weights.")
     fraction_of_training: float = Field(description="`samples` / `main_samples`.")
     rounds: int = Field(description="Number of rounds.")
-    candidate_batch: str | None = Field(
-        description="`learning_rate.candidate_batch`; null for policies without candidates."
-    )
 
 
 class Hardware(RecordPart):

@@ -147,10 +147,7 @@ def draw_line(axes: Axes, points: Sequence[tuple[float, float]], *style: str, **
 
 
 def plain_log(axes: Axes, which: Literal["x", "y"], base: int = 10) -> None:
-    """Make the axis logarithmic, with plain numbers; call it after the data are drawn.
-
-    Over more than two decades, numbers at 2 and 5 would overlap.
-    """
+    """Make the axis logarithmic, with plain numbers; call it after the data are drawn."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     getattr(axes, f"set_{which}scale")("log", base=base)

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 # More cannot be distinguished in a plot.
 _MAX_ROUNDS, _MAX_POINTS = 300, 12_500
-# With more epochs than this, single points of the training are not marked.
-_MAX_DOTS, _DOT_SIZE = 150, 3
+_DOTS: dict[str, Any] = {"marker": ".", "markersize": 3}
 
 
 def training_plots(run: RunRecords) -> list[Plot]:
@@ -47,11 +46,10 @@ def _losses(run: RunRecords) -> Plot:
     }
 
     def paint(axes: Axes) -> None:
-        marker = "." if len(run.epochs) <= _MAX_DOTS else ""
         for (name, points), hue in zip(lines.items(), SERIES, strict=False):
             known = [(epoch, loss) for epoch, loss in points if loss is not None]
             if known:
-                draw_line(axes, known, marker=marker, color=hue, label=name)
+                draw_line(axes, known, **_DOTS, color=hue, label=name)
         axes.set(xlabel="epoch", ylabel="loss")
         axes.locator_params("x", integer=True, min_n_ticks=1)
 
@@ -75,8 +73,7 @@ def _metric(run: RunRecords) -> Plot:
     def paint(axes: Axes) -> None:
         from matplotlib.ticker import PercentFormatter
 
-        marker = "." if len(run.epochs) <= _MAX_DOTS else ""
-        draw_line(axes, _main_line(run), marker=marker, color=BLUE, label="training")
+        draw_line(axes, _main_line(run), **_DOTS, color=BLUE, label="training")
         for winners, label, line_color, width in (
             (False, "other candidates", GREY, 0.9),
             (True, "winner", ORANGE, 1.5),
@@ -85,7 +82,7 @@ def _metric(run: RunRecords) -> Plot:
             if len(lines):
                 x, y = lines[..., 0], lines[..., 1]
                 axes.plot(x.ravel(), y.ravel(), color=line_color, linewidth=width, label=label)
-                axes.plot(x[:, 1], y[:, 1], ".", color=line_color, markersize=_DOT_SIZE)
+                axes.plot(x[:, 1], y[:, 1], linestyle="", color=line_color, **_DOTS)
         axes.set(xlabel="step", ylabel=name)
         thousands(axes, "x")
         if run.metric.is_fraction:
@@ -97,7 +94,7 @@ def _metric(run: RunRecords) -> Plot:
 def _candidate_lines(run: RunRecords, *, winners: bool) -> npt.NDArray[Any]:
     """Return (step, metric) before and after each pre-training [candidates, 3, 2].
 
-    The third point is NaN, where matplotlib ends a line; so is a metric that was not measured.
+    The third point is NaN, where matplotlib ends a line.
     """
     lines = []
     for record in _thin_out(run.rounds, _MAX_ROUNDS):

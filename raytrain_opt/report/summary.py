@@ -12,7 +12,7 @@ from shlex import quote
 from statistics import median
 
 from raytrain_opt.recording.records import RoundRecord, best_epoch
-from raytrain_opt.report.plots import count, duration, percent, plain, rate, times
+from raytrain_opt.report.plots import count, duration, percent, rate, times
 from raytrain_opt.report.run_reader import RunRecords
 
 
@@ -38,16 +38,9 @@ def tiles(run: RunRecords) -> list[tuple[str, str, str]]:
         ("Time", duration(run.wall_s), "since the start of the command"),
         ("Speed", f"{speed} /s", "samples, median over epochs"),
         ("Global batch size", count(batch_size), shares),
-        ("Learning rate", _lr_range(run), "lowest – highest"),
+        ("Learning rate", rate(run.epochs[-1].lr_peak if run.epochs else None), "highest"),
         ("Search cost", percent(cost, 0) if run.rounds else "none", "of the training's samples"),
     ]
-
-
-def _lr_range(run: RunRecords) -> str:
-    """Return the lowest and the highest learning rate of any step, without rates of 0."""
-    rates = [lr for epoch in run.schedule for lr in epoch.steps.lrs if lr > 0]
-    low, high = plain(min(rates, default=None), 3), plain(max(rates, default=None), 3)
-    return low if low == high else f"{low} – {high}"
 
 
 def sentences(run: RunRecords) -> Iterator[str]:
@@ -107,7 +100,7 @@ _MAX_DATA_WAIT = 0.03
 
 def all_warnings(run: RunRecords) -> list[str]:
     """Return all warnings that apply, the most severe first."""
-    checks = (_unfinished, _failures, _diverged, _data_wait, _edge, _skipped)
+    checks = (_unfinished, _failures, _raised, _data_wait, _edge, _skipped)
     return [text for check in checks for text in check(run)]
 
 
@@ -139,15 +132,9 @@ def _failures(run: RunRecords) -> Iterator[str]:
         yield from (event.text for event in run.events if event.kind == kind)
 
 
-def _diverged(run: RunRecords) -> Iterator[str]:
-    candidates = [c for record in run.rounds for c in record.candidates]
-    diverged = [c for c in candidates if c.status == "diverged"]
-    if diverged:
-        yield (
-            f"{times(len(diverged), 'candidate')} of {count(len(candidates))} diverged; the "
-            f"lowest learning rate among them is {rate(min(c.lr for c in diverged))}"
-        )
-    for failure, number in Counter(c.failure for c in diverged if c.failure).items():
+def _raised(run: RunRecords) -> Iterator[str]:
+    failures = Counter(c.failure for r in run.rounds for c in r.candidates if c.failure)
+    for failure, number in failures.items():
         yield f"{times(number, 'candidate')} raised {failure}"
 
 

@@ -55,19 +55,14 @@ def _replay(
     """Read the schedule that a job replays. Raises JobError if it belongs to another one."""
     schedule, own = read_schedule(section.schedule), job.optimizer
     recorded = schedule.epochs[-1]
-    kinds = {True: "auto", False: "a number, or nothing"}
-    for path, then, now in (
-        ("name", recorded.optimizer, str(own.name)),
-        (
-            "args.weight_decay",
-            kinds[recorded.auto_weight_decay],
-            kinds[own.has_auto_weight_decay],
-        ),
-        ("lr_multipliers", recorded.lr_multipliers, own.group_lr_multipliers),
-    ):
-        if then != now:
-            rule = f"was {then} in the run that is replayed; write the same"
-            raise JobError([Problem(f"optimizer.{path}", rule)])
+    given = str(own.name), own.has_auto_weight_decay, own.group_lr_multipliers
+    if given != (recorded.optimizer, recorded.auto_weight_decay, recorded.lr_multipliers):
+        decay = "auto" if recorded.auto_weight_decay else "a number, or nothing"
+        rule = (
+            f"was {recorded.optimizer} with weight_decay: {decay}, and {recorded.lr_multipliers} "
+            "as lr_multipliers, in the run that is replayed; write the same"
+        )
+        raise JobError([Problem("optimizer", rule)])
     schedule.check(length.known_epochs, steps)
     return schedule
 

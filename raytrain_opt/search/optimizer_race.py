@@ -3,28 +3,23 @@
 Each optimizer has a search of its own (see `peak_search`), with candidates of equal lengths:
 
     all   the coarse stage, from the optimizer's usual rate
-    one   the fine stage: the first of the list
+    one   the fine stage: the first of the list, which is the preferred one
     one   the first candidate of the fine stage: the other one with the lowest coarse loss. It
           leaves if its loss is clearly higher, else it gets the complete stage
     then  the first of the list, or the other one if its fine candidate is better, with its peak;
-          if no candidate has learned anything, the first at its usual rate (see below)
-
-Differences after the coarse stage are small, so the first of the list, which is the preferred one,
-is not excluded by them. An optimizer whose candidates all diverge leaves the race.
+          if no candidate has learned anything, the first at its usual rate
 
     U   validation loss of the candidate that hardly trained (the highest, of several optimizers);
         of several optimizers of a classifier, at most the loss of a guess by class frequency
     L   validation loss of the best candidate
     e   standard error of L over the samples of the validation split
 
-    decided     U - L > max(3 e, 0.01 |U|)
-    replaces    another optimizer replaces the preferred one if its L is lower by more than its e
+    learned     U - L > max(3 e, 0.01 |U|)
+    better      its L is lower by more than its e
 
 A network that hardly trained says nearly the same of every sample, so the standard error of the
 differences, sample by sample, is about e. A fall of less than a hundredth is typical of a network
-that has learned how frequent the classes are, and nothing of their samples. The loss of a network
-that starts with confident guesses falls by more than that while it learns no more: hence the limit
-of U. Above it a lower loss says something about rates, but nothing about optimizers.
+that has learned how frequent the classes are, and nothing of their samples.
 """
 
 from __future__ import annotations

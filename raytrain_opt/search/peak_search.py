@@ -5,22 +5,14 @@ All candidates train a full schedule, compressed into few steps, from the initia
     coarse   rates a decade apart around the initial one, in few steps. Few steps favor small
              rates, so the largest rate that is hardly worse than the best gives the decade.
     fine     around that decade, two rates to a decade, in four times as many steps.
+    peak     mean of the fine log rates, weighted by a power of their gain: how much lower their
+             loss is than at a rate a decade below in few steps, which hardly trains
 
-A stage is extended beyond an edge when its best rate is at the edge. Rates are points of one
-lattice: the initial rate decides where the search begins, not where it ends.
+A stage is extended beyond an edge when its best rate is at the edge. A search is a generator: it
+yields requests and is sent their results. So the search of a run is repeated from the recorded
+results whenever the policy has to decide. Why each rule is there: docs/learning-rate.md.
 
-The peak is the mean of the fine candidates' log rates, weighted by a power of their gain: how much
-lower their loss is than at a rate a decade below in few steps, which hardly trains. The best
-single candidate is a worse choice: trainings of one rate on other batches differ by more than
-trainings of neighboring rates, and the mean averages that out. The policy makes the peak smaller
-for some networks (`peak_factor`). Short candidates bear rates that a training does not, so the
-optimizer's usual rate, if it is lower, counts as some more of their steps.
-
-A search is a generator: it yields requests and is sent their results. So the search of a run is
-repeated from the recorded results whenever the policy has to decide.
-
-Sources: Wu et al., ICLR 2018 (short-horizon bias); the trials that compared rules are ours
-(benchmarks/RESULTS.md).
+Source: Wu et al., ICLR 2018 (short-horizon bias); the rules are ours (benchmarks/RESULTS.md).
 """
 
 from __future__ import annotations

@@ -15,8 +15,6 @@ from raytrain_opt.errors import DivergedError
 from raytrain_opt.optim.epoch_steps import EpochSpan
 from raytrain_opt.results import EvalTotals, Metric, Steps, TrainTotals
 
-Score = Literal["val_metric", "val_loss"]
-
 # How the reason of a round begins after which the usual rate trains, not what candidates say.
 NOT_DECIDED = "not decided: "
 
@@ -46,7 +44,7 @@ class TryCandidates:
     reason: str
     candidates: tuple[Candidate, ...]
     lr_shape: tuple[float, ...]  # step i of a candidate has lr_shape[i] times its rate
-    score: Score = "val_loss"
+    score: Literal["val_metric", "val_loss"] = "val_loss"
     keeps_winner: bool = False  # the run continues from the winner's state
     stage: str = ""  # which question of the policy the round answers
     fresh_statistics: bool = False  # of BatchNorm, taken anew before the score

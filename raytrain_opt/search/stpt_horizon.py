@@ -45,7 +45,6 @@ from raytrain_opt.search.policy import (
     StartAgain,
     TrainEpoch,
     TryCandidates,
-    is_finite,
 )
 from raytrain_opt.search.weight_decay import Watch, decay_by_fit
 
@@ -232,10 +231,7 @@ class HorizonStpt(Policy):
         if not found:
             reason += ": too few steps for a search within learning_rate.max_search_cost"
         if attempt.number > len(history.restarts):
-            loss = history.epoch_losses[-1]
-            why = f"the training loss is {loss:.3g}"
-            if not is_finite(loss):
-                why = "the loss or a weight is not finite"
+            why = f"the training loss is {history.epoch_losses[-1]:.3g}"
             again = "training starts again from the initial weights"
             return StartAgain(epoch, f"{why}: {again}, {reason}")
         lrs = tuple(peak * part for part in schedule.of_epoch(span))

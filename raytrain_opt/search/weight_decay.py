@@ -8,12 +8,11 @@
 
 With a decoupled weight decay d, weights forget what they were in 1 / (rate x d) steps, so a
 training has S d such times (Wang and Aitchison, arXiv 2405.13698), whatever its length and rate.
-A network that fits its training samples closely is about to overfit, if it sees them often, and
-needs a strong decay; another is slowed by it. A decay of d keeps the singular values of a matrix
-that Muon trains, and each weight that AdamW trains, below about 1 / d: hence the limit.
+A decay of d keeps the singular values of a matrix that Muon trains, and each weight that AdamW
+trains, below about 1 / d: hence the limit.
 
-A network may also memorize long before it fits its samples closely, for example wrong labels. So
-the first half of the training leaves the validation split out, and scores it twice:
+A network may also memorize. So the first half of the training leaves the validation split out, and
+scores it twice:
 
     g    fall of the loss of the validation split / fall of the training loss, both from a quarter
          to half of the epochs

@@ -26,9 +26,6 @@ from raytrain_opt.random_state import preserve_modes
 from raytrain_opt.results import BufferUpdates
 from raytrain_opt.train.tree_sum import TreeSum
 
-# Integers are sent as two halves of this many bits: float64 has both exactly.
-_HALF = 32
-
 
 def set_momentum(model: nn.Module, momentum: float | None) -> None:
     """Set the weight of a new batch in the running averages; None: leave the model's."""
@@ -51,20 +48,14 @@ def _stay_in_eval_mode(layer: nn.Module, mode: bool = True) -> nn.Module:
 
 
 class StepBuffers:
-    """The buffers of a model within a step; see above.
-
-    Which ones change is found in the first step of a phase, by their values on any rank.
-    """
+    """The buffers of a model within a step; which change is found in a phase's first step."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.begin_phase(range(1), 1)
 
     def begin_phase(self, share: range, count: int) -> None:
-        """Begin a phase in which this process computes `share` of `count` micro-batches.
-
-        The model is in training mode.
-        """
+        """Begin a phase, in training mode, with `share` of `count` micro-batches here."""
         self._share, self._count = share, count
         self._places: list[tuple[nn.Module, str]] = []
         if count > 1:
@@ -112,7 +103,7 @@ class StepBuffers:
             total, changes = total.chunk(2)
         means = [*_unpack(total, self._before, self._count)]
         if not self._are_known:
-            sizes = [_packed_size(buffer) for buffer in self._before]
+            sizes = [buffer.numel() for buffer in self._before]
             parts = zip(self._places, torch.split(changes, sizes), strict=True)
             changing = [
                 isinstance(module, _BatchNorm) or bool(part.any())  # waits for the device
@@ -130,38 +121,26 @@ class StepBuffers:
             torch._foreach_copy_(self._buffers, list(values))
 
 
-def _packed_size(buffer: Tensor) -> int:
-    return buffer.numel() * (1 if buffer.is_floating_point() else 2)
-
-
 def _pack(buffers: Sequence[Tensor], *, is_first: bool) -> Tensor:
-    """Return the buffers as one tensor, float64; integers as 0 unless `is_first`."""
-    parts = []
-    for buffer in buffers:
-        if buffer.is_floating_point():
-            parts.append(buffer.reshape(-1).double())
-        elif is_first:
-            whole = buffer.reshape(-1).long()
-            halves = whole >> _HALF, whole & (2**_HALF - 1)
-            parts += [half.double() for half in halves]
-        else:
-            parts.append(buffer.new_zeros(_packed_size(buffer), dtype=torch.float64))
+    """Return one tensor, float64, which has integers below 2^53; they are 0 unless `is_first`."""
+    parts = [
+        buffer.reshape(-1).double()
+        if is_first or buffer.is_floating_point()
+        else buffer.new_zeros(buffer.numel(), dtype=torch.float64)
+        for buffer in buffers
+    ]
     return torch.cat(parts)
 
 
 def _unpack(total: Tensor, like: Sequence[Tensor], count: int) -> Iterator[Tensor]:
-    """Yield buffers: of floating-point numbers the mean."""
-    for buffer, part in zip(like, torch.split(total, [*map(_packed_size, like)]), strict=True):
-        if buffer.is_floating_point():
-            value = part / count
-        else:
-            high, low = part.long().chunk(2)
-            value = (high << _HALF) | low
+    parts = torch.split(total, [buffer.numel() for buffer in like])
+    for buffer, part in zip(like, parts, strict=True):
+        value = part / count if buffer.is_floating_point() else part
         yield value.view(buffer.shape).to(buffer.dtype)
 
 
 def collect_buffers(model: nn.Module, batches: int) -> BufferUpdates:
-    """Copy the floating-point buffers after `batches` forward passes of an asynchronous worker."""
+    """Copy the floating-point buffers after `batches` forward passes."""
     values = {
         name: buffer.detach().double().cpu().numpy().copy()
         for name, buffer in model.named_buffers()
@@ -174,13 +153,9 @@ def collect_buffers(model: nn.Module, batches: int) -> BufferUpdates:
 def recalibrate(model: nn.Module, steps: Iterable[Callable[[], object]]) -> None:
     """Recompute the running averages as plain means over training steps.
 
-    Like torch's `update_bn`, which also resets frozen layers and leaves all layers in one mode.
-    All layers are in training mode, dropout included (it draws random numbers), so that the
-    activations are those of the training. Layers that stay in evaluation mode under
-    `model.train()` are frozen and keep their statistics. Weights do not change; modes and
-    momenta are restored. Autocast is up to the caller.
-
-    `steps`: the forward passes of each step, which end with `StepBuffers.end_step`.
+    Unlike torch's `update_bn`, keeps the statistics of layers that stay in evaluation mode under
+    `model.train()`. `steps`: the forward passes of each step, which end with
+    `StepBuffers.end_step`. Autocast is up to the caller.
     """
     with preserve_modes(model), torch.no_grad():
         model.train()
@@ -206,7 +181,7 @@ def has_statistics(model: nn.Module) -> bool:
 
 
 def _layers(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Return the BatchNorm layers that track statistics, SyncBatchNorm included, by name."""
+    """Return the BatchNorm layers that track statistics, by name."""
     return {
         name: module
         for name, module in model.named_modules()

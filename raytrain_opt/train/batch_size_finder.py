@@ -18,12 +18,7 @@ from raytrain_opt.data.base import Batch
 from raytrain_opt.errors import DataError, JobError, Problem
 from raytrain_opt.optim.epoch_steps import Length
 from raytrain_opt.results import Probe
-from raytrain_opt.search.batch_size.strategy import (
-    ProbeRequest,
-    SizeBounds,
-    Updates,
-    largest_size,
-)
+from raytrain_opt.search.batch_size.strategy import ProbeRequest, SizeBounds, Updates, largest_size
 from raytrain_opt.search.factory import build_strategy
 from raytrain_opt.train.batch_size_probe import ProbedTraining, measure, open_probe_sampler
 
@@ -76,8 +71,7 @@ class MinibatchSizeOptimizer:
         """Probe training steps of `model` on its own device until the strategy has chosen.
 
         Weights, buffers, optimizer, gradients and random numbers are bit-identical afterwards.
-        Sizes above `initial` leave the updates that the settings `min_updates_per_epoch` and, with
-        `epochs`, `min_updates` ask for.
+        Sizes above `initial` leave `min_updates_per_epoch` and, with `epochs`, `min_updates`.
 
         Args:
             model: on the device to train on.
@@ -102,16 +96,11 @@ class MinibatchSizeOptimizer:
             autocast,
             scaler or torch.amp.GradScaler(device.type, enabled=False),
         )
-        return self._search(training, len(dataset), epochs)  # type: ignore[arg-type]
-
-    def _search(
-        self, training: ProbedTraining, samples: int, epochs: int | None
-    ) -> MinibatchChoice:
-        length = Length(epochs or 0)
+        samples, length = len(dataset), Length(epochs or 0)  # type: ignore[arg-type]
         largest = largest_size(self.section, self.section.initial, samples, length)
         strategy = build_strategy(self.section, SizeBounds(largest, samples))
         probes: list[Probe] = []
-        sampler = open_probe_sampler(self.section, training.device, torch.get_num_threads())
+        sampler = open_probe_sampler(self.section, device, torch.get_num_threads())
         while isinstance(proposal := strategy.propose(probes), ProbeRequest):
             probes.append(measure(training, proposal.batch_size, self.section, sampler))
         left = Updates.count(samples, proposal.batch_size, length)
@@ -128,11 +117,8 @@ def endless_batches(
     def batches(size: int, on_copy: Callable[[], None]) -> Iterator[Batch]:
         loader = DataLoader(dataset, batch_size=size, **{**settings, **arguments})
         if len(loader) == 0:
-            raise DataError(
-                "dataset",
-                f"the DataLoader yields no full batch of {size} samples: the data set or its "
-                "sampler has fewer; set a smaller max_batch_size",
-            )
+            rule = f"has no full batch of {size} samples; set a smaller max_batch_size"
+            raise DataError("dataset", rule)
         while True:
             for x, y in loader:
                 on_copy()

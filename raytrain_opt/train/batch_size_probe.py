@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from itertools import count, islice, product
+from itertools import count, product
 from statistics import fmean
 from typing import Any
 
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.batch_size import BatchSizeSection
-from raytrain_opt.data.base import Batch, no_op
+from raytrain_opt.data.base import Batch
 from raytrain_opt.errors import ResourcesError
 from raytrain_opt.models.factory import preserve_model
 from raytrain_opt.monitoring import (
-    CpuSampler,
     Sampler,
+    cpu_sampler,
     gpu_sampler,
     top_half_mean,
     watch_utilization,
@@ -36,12 +36,9 @@ from raytrain_opt.train.state import capture, restore
 from raytrain_opt.train.step_timer import STEP_PARTS, step_timer_for
 
 _MIB = 1024**2
-# A few evaluation steps are enough to allocate the memory that evaluation needs.
-_EVALUATION_STEPS = 3
 # Steps before timing starts, and the least number of timed steps.
 _WARMUP_STEPS, _TIMED_STEPS = 3, 5
-# With slow steps, this much warm-up or timed training is enough, but at least two steps: a
-# standard error needs two values.
+# With slow steps, this much training is enough, but two steps: a standard error needs two values.
 _WARMUP_S, _TIMED_S, _MIN_STEPS = 0.5, 1.0, 2
 # A strategy that reads the utilization needs a few samples of it.
 _MIN_UTILIZATION_SAMPLES = 3
@@ -53,8 +50,8 @@ _PRIOR_SPREAD, _PRIOR_STEPS = 0.03, 3
 class ProbedTraining:
     """The training that a probe measures; `loss` returns the mean over a batch.
 
-    `batches(size, on_copy)` yields batches on the device without end, and calls `on_copy`
-    between reading a batch and moving it to the device.
+    `batches(size, on_copy)` yields batches on the device without end; calls `on_copy` before each
+    copy to the device.
     """
 
     model: nn.Module
@@ -64,28 +61,15 @@ class ProbedTraining:
     device: torch.device
     autocast: Callable[[], AbstractContextManager[object]]
     scaler: torch.amp.GradScaler
-    # Runs a few evaluation steps at a training batch size; only the final check calls it.
-    evaluate: Callable[[int], None] = lambda _: None
     clip_norm: float | None = None
 
 
 def probed_training(learner: Learner) -> ProbedTraining:
-    """Return the training of a learner: its model, optimizer, loss and input pipeline."""
-
     def batches(size: int, on_copy: Callable[[], None]) -> Iterator[Batch]:
         learner.data.on_copy = on_copy
         steps = learner.info.steps_per_epoch(size)
         for epoch in count(1):
             yield from learner.data.train_batches(epoch, product(range(steps), range(1)), 1, size)
-
-    def evaluate(size: int) -> None:
-        learner.data.on_copy = no_op
-        batch_size = learner.config.eval_batch_size(size)
-        test_batches = learner.data.eval_batches("test", 0, 1, batch_size)
-        with torch.no_grad():
-            for batch in islice(test_batches, _EVALUATION_STEPS):
-                with learner.autocast():
-                    learner.task.validation_metrics(learner.model, batch.content)
 
     return ProbedTraining(
         learner.model,
@@ -95,7 +79,6 @@ def probed_training(learner: Learner) -> ProbedTraining:
         learner.device,
         learner.autocast,
         learner.scaler,
-        evaluate,
         learner.clip_norm,
     )
 
@@ -110,15 +93,7 @@ def measure(
 ) -> Probe:
     """Train at `batch_size` until the speed is known to `section.relative_error`, then undo it.
 
-    Running out of memory is a result, not an error.
-
-    Args:
-        training: what to train.
-        batch_size: per process.
-        section: the job's `batch_size_search`.
-        sampler: measures the device's utilization.
-        steps_factor: multiplies the minimum number of steps; above 1, also evaluates (the final
-            check of a choice).
+    Running out of memory is a result, not an error. `steps_factor`: of the least number of steps.
     """
     try:
         with _preserve(training):
@@ -137,7 +112,7 @@ def measure(
 def open_probe_sampler(section: BatchSizeSection, device: torch.device, threads: int) -> Sampler:
     """Open a sampler for probes on `device`. Raises ResourcesError."""
     if device.type != "cuda":
-        return CpuSampler(threads)
+        return cpu_sampler(threads)
     try:
         return gpu_sampler(str(torch.cuda.get_device_properties(device).uuid))
     except ResourcesError:
@@ -149,7 +124,6 @@ def open_probe_sampler(section: BatchSizeSection, device: torch.device, threads:
 
 @contextmanager
 def _preserve(training: ProbedTraining) -> Iterator[None]:
-    """Make everything bit-identical on exit, from copies in CPU memory."""
     model, optimizer, scaler = training.model, training.optimizer, training.scaler
     state = capture(model, optimizer, scaler, copy=True)
     gradients = [parameter.grad for parameter in model.parameters()]
@@ -180,9 +154,6 @@ def _measure(
         while not _is_precise(loop.step_times_s(), len(utilization), section, steps_factor):
             loop.run(_TIMED_STEPS, _TIMED_S, min_steps=_MIN_STEPS)
     step_s, part_s = loop.step_times_s(), loop.timings_s().mean(axis=0)
-    if steps_factor > 1:
-        training.model.eval()
-        training.evaluate(batch_size)
     mean_s, error_s = mean_and_error(step_s)
     rate = batch_size / mean_s
     why = _missing_memory(training.device, section.memory_reserve)
@@ -196,22 +167,18 @@ def _measure(
         timings_s=dict(zip(STEP_PARTS, part_s.tolist(), strict=True)),
         utilization_pct=top_half_mean(utilization),
         utilization_mean_pct=fmean(utilization),
-        utilization_samples=len(utilization),
         peak_memory_mib=_peak_memory_bytes(training.device) / _MIB,
         why=why,
     )
 
 
 class _Loop:
-    """Training steps with a timer mark between their parts."""
-
     def __init__(self, training: ProbedTraining, batch_size: int) -> None:
         self._training = training
         self._timer = step_timer_for(training.device)
         self._batches = training.batches(batch_size, self._timer.mark)
 
     def begin_timing(self) -> None:
-        """Drop the times of earlier steps."""
         self._timer.reset()
         self._timer.mark()
 
@@ -224,7 +191,6 @@ class _Loop:
             self._step()
 
     def _step(self) -> None:
-        """Run one update: wait for data, copy, forward, backward, update."""
         training, mark = self._training, self._timer.mark
         batch = next(self._batches)  # marks the time between waiting and copying
         mark()
@@ -238,7 +204,7 @@ class _Loop:
         mark()
 
     def timings_s(self) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Return the seconds of each part of each timed step, [step, part]."""
+        """Return the seconds, [step, part]."""
         return np.reshape(self._timer.intervals_s(), (-1, len(STEP_PARTS)))
 
     def step_times_s(self) -> list[float]:
@@ -249,8 +215,7 @@ class _Loop:
 def mean_and_error(values: list[float]) -> tuple[float, float]:
     """Return the mean and its standard error, which is infinite for a single value.
 
-    The spread of a few values is itself uncertain, so the prior spread of step times counts as
-    a few more values, whose influence falls as the number of values grows.
+    The spread of a few values is itself uncertain: a prior spread counts as a few more values.
     """
     mean, n = float(np.mean(values)) if values else math.nan, len(values)
     if n < _MIN_STEPS:
@@ -263,7 +228,6 @@ def mean_and_error(values: list[float]) -> tuple[float, float]:
 def _is_precise(
     step_s: list[float], utilization_samples: int, section: BatchSizeSection, factor: int
 ) -> bool:
-    """Return whether the speed is known precisely enough, or the time limit is reached."""
     total_s = sum(step_s)
     if len(step_s) < _MIN_STEPS:
         return False

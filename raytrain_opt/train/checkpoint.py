@@ -8,9 +8,8 @@
     checkpoints/epoch-0003-step-000120/          the same after 120 steps of epoch 4
     checkpoints/index.json                       the complete checkpoints, oldest first
 
-A checkpoint exists once the index names it, with the SHA-256 of its files. The index is
-replaced atomically. Torch is imported where files are read or written: the driver looks for
-checkpoints before it has loaded torch.
+A checkpoint exists once the index names it, with the SHA-256 of its files. The index is replaced
+atomically. Torch is imported late: the driver looks for checkpoints before.
 """
 
 from __future__ import annotations
@@ -88,7 +87,6 @@ class Checkpoint:
 
     @property
     def point(self) -> Point:
-        """Its point in the run."""
         return Point(self.epoch, self.rounds, self.steps, self.candidates, self.candidate_steps)
 
     @property
@@ -98,7 +96,6 @@ class Checkpoint:
 
     @property
     def is_partial(self) -> bool:
-        """Whether it was saved within an epoch."""
         return any(self.point[1:])
 
     @property
@@ -129,7 +126,6 @@ class Checkpoints:
 
     @property
     def latest(self) -> Checkpoint | None:
-        """The newest checkpoint, or None."""
         return self.saved[-1] if self.saved else None
 
     def drop_damaged(self) -> list[str]:
@@ -149,10 +145,7 @@ class Checkpoints:
         return messages
 
     def remove_orphans(self) -> None:
-        """Remove checkpoints that the index does not name: a run was killed while it wrote them.
-
-        Nothing without an index, which may have been lost. Only for the process that writes.
-        """
+        """Remove checkpoints that the index does not name, if any: a run was killed meanwhile."""
         known = self._damaged_folders.union(checkpoint.folder for checkpoint in self.saved)
         for folder in self.folder.glob("epoch-*") if self.saved else ():
             if folder.name not in known:
@@ -168,9 +161,8 @@ class Checkpoints:
     ) -> Checkpoint:
         """Write a checkpoint, add it to the index, then remove checkpoints no longer kept.
 
-        `progress` is what the run needs besides the state to resume: numbers, text, lists and
-        dicts. `candidates`: states of a round in progress, by index. Raises StorageError when a
-        file cannot be written; earlier checkpoints stay.
+        `progress`: numbers, text, lists and dicts that a resume needs. `candidates`: states of a
+        round in progress, by index. Raises StorageError.
         """
         folder = self.folder / point.folder
         sha256 = write_checkpoint(folder, state, progress, self.metadata, candidates or {})
@@ -202,7 +194,7 @@ def best_of(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
 def find_damage(
     folder: Path, checkpoint: Checkpoint, names: Sequence[str] = (WEIGHTS, _REST)
 ) -> str | None:
-    """Return which of these files of a checkpoint is missing or differs from its digest."""
+    """Return which of these files is missing or differs from its digest."""
     for name in names:
         path = folder / checkpoint.folder / name
         try:
@@ -300,10 +292,7 @@ def read_metadata(folder: Path) -> dict[str, str]:
 
 
 def read_checkpoint(folder: Path) -> tuple[TrainingState, dict[str, Any]]:
-    """Read the state and the progress of a checkpoint, without executing code in it.
-
-    Raises CheckpointError.
-    """
+    """Read state and progress, without executing code in them. Raises CheckpointError."""
     weights = read_weights(folder)
     with _readable_rest(folder) as rest:
         return _to_state(weights, rest), rest["progress"]
@@ -326,8 +315,7 @@ def read_index(folder: Path) -> list[Checkpoint]:
         cause = first_error(error) if isinstance(error, ValidationError) else error
         raise CheckpointError(
             f"{path} is damaged, so the complete checkpoints cannot be identified: {cause}\n"
-            "Restore it from a backup, or start a new run (raytrain-opt run JOB.yaml). The "
-            "weights in the folders beside it may still be good: they are plain safetensors files."
+            "Restore it from a backup, or start a new run (raytrain-opt run JOB.yaml)."
         ) from error
 
 

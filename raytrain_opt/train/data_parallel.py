@@ -1,7 +1,6 @@
-"""Data parallelism of one process: a single process, or DistributedDataParallel (DDP); sums.
+"""Data parallelism: a single process, or DistributedDataParallel (DDP).
 
-Gradients and buffers are added along one tree, in a single process as between several
-(`train.tree_sum`), so the shares of the workers do not change a bit of the result.
+Both add gradients and buffers along one tree (`train.tree_sum`): shares do not change a bit.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ _SYNC_BUFFERS: dict[str, Any] = {
     else "broadcast_buffers": False
 }
 _COMPRESSION = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# Elements of the first messages: NCCL uses separate connections for small and large ones.
-_FIRST_MESSAGES = {"cpu": (1,), "cuda": (1, 25 * 2**18)}
+# Elements of the first message: NCCL connects more channels for a large one.
+_FIRST_MESSAGE = {"cpu": 1, "cuda": 25 * 2**18}
 
 
 class Parallel:
@@ -79,7 +78,7 @@ class Parallel:
             self._take_gradients(number)
 
     def finish_backward(self) -> None:
-        """Send no gradients in place of those that are missing, where a micro-batch raised."""
+        """Send zeros for the gradients that a micro-batch has not sent before it raised."""
 
     def end_backward(self) -> None:
         """Give each parameter the gradient of the step, and the model its buffers."""
@@ -109,11 +108,7 @@ class Parallel:
 
 
 class DataParallel(Parallel):
-    """DistributedDataParallel, which sends gradients in buckets during the backward pass.
-
-    Gradients are views of the buckets. The process group must be initialized, and all ranks must
-    make the same calls.
-    """
+    """DistributedDataParallel, which sends gradients in buckets during the backward pass."""
 
     distributed = True
     forward: DistributedDataParallel
@@ -121,7 +116,6 @@ class DataParallel(Parallel):
     def __init__(self, model: nn.Module, section: ParallelSection) -> None:
         self._section = section
         self._device = next(model.parameters()).device
-        self._has_updated = False
         # In a search: of the parameters whose gradients the current micro-batch has computed.
         self._accumulated: set[nn.Parameter] = set()
         self._hooks: list[RemovableHandle] = []
@@ -135,8 +129,9 @@ class DataParallel(Parallel):
         while self._hooks:
             self._hooks.pop().remove()
         if search:
+            note = self._accumulated.add
             trained: list[Any] = [p for p in self._model.parameters() if p.requires_grad]
-            self._hooks = [p.register_post_accumulate_grad_hook(self._note) for p in trained]
+            self._hooks = [p.register_post_accumulate_grad_hook(note) for p in trained]
         count = len(micro_batches.indices)
         # A group of one has one share, also before there are as many micro-batches as workers.
         self._balance.share(max(count, dist.get_world_size()))
@@ -147,8 +142,8 @@ class DataParallel(Parallel):
 
     @contextmanager
     def accumulate(self, number: int) -> Iterator[None]:
-        """Wrap one micro-batch; gradients are exchanged in the last one of an update."""
-        self._last, self._accumulated = number == self.indices[-1], set()
+        self._last = number == self.indices[-1]
+        self._accumulated.clear()
         with (
             self.forward_pass(number),
             nullcontext() if self._last else self.forward.no_sync(),
@@ -157,16 +152,9 @@ class DataParallel(Parallel):
         if not self._last:
             self._take_gradients(number)
 
-    def _note(self, parameter: nn.Parameter) -> None:
-        self._accumulated.add(parameter)
-
     def finish_backward(self) -> None:
-        """Send zeros for the gradients that the micro-batch has not sent before it raised.
-
-        Other ranks wait for them, in the last micro-batch of an update.
-        """
         if not self._last:
-            return
+            return  # the other ranks wait for no gradients yet
         if not self._accumulated:  # DDP expects gradients after a forward pass only
             self.forward.module = nn.Identity()
             try:
@@ -190,17 +178,12 @@ class DataParallel(Parallel):
         named = self._model.named_parameters()
         unused = [name for name, p in named if p.grad is None and p.requires_grad]
         if unused:
-            text = f"parameters get no gradient, for which workers would wait: {listed(unused)}"
+            rule = f"parameters get no gradient, for which workers would wait: {listed(unused)}"
             hint = (
-                "if layers are left out at random, multiply their output by 0 instead, or train "
-                "with workers.count: 1"
+                "name them if the loss never uses them; if layers are left out at random, "
+                "multiply their output by 0 instead, or train with workers.count: 1"
             )
-            problem = Problem("model.name", f"in some steps {text}", None, hint)
-            if not self._has_updated:
-                hint = f"name them if the loss never uses them; {hint}"
-                problem = Problem("model.freeze", text, None, hint)
-            raise JobError([problem])
-        self._has_updated = True
+            raise JobError([Problem("model.freeze", rule, None, hint)])
         self._balance.after_update()
 
     def end_phase(self) -> None:
@@ -241,7 +224,6 @@ class DataParallel(Parallel):
         return self._sender.submit(send, result)
 
     def _complete_nodes(self, bucket: GradBucket, last: Tensor) -> list[Tensor]:
-        """Return this rank's nodes; `last` has the gradients of its last micro-batch."""
         nodes, parameters = list(self._gradients.nodes), bucket.parameters()
         for _ in range(additions_after(self.indices[-1], self.indices[0], self._count)):
             _add_to(_views(bucket, last), nodes.pop(), parameters)
@@ -252,10 +234,7 @@ class DataParallel(Parallel):
 
 
 def _views(bucket: GradBucket, flat: Tensor) -> list[Tensor]:
-    """Return views of a tensor like the bucket's, shaped as the gradients in it.
-
-    A gradient lies there as its parameter does in memory, if that is dense.
-    """
+    """Return views of a tensor like the bucket's, which lie in memory as DDP's gradients do."""
     parameters = bucket.parameters()
     parts = torch.split(flat, [parameter.numel() for parameter in parameters])
     return [
@@ -322,12 +301,10 @@ class _SideStream:
 
 
 def begin_communicator_warmup(device: torch.device) -> Future[None]:
-    """Connect the workers in a background thread.
+    """Connect the workers in a thread, while model and data are built (Honda et al.).
 
-    Meanwhile, model and data are built. NCCL connects on first use, which would make the first
-    step slow. gloo connects when the process group is initialized, so initialize it before. Until
-    the result is there, this process must not communicate, or the ranks would mix up their
-    messages: create `DataParallel` only afterwards.
+    NCCL connects on first use, which would make the first step slow. Until the result is there,
+    this process must not communicate: create `DataParallel` only afterwards.
     """
 
     def connect() -> None:
@@ -338,13 +315,11 @@ def begin_communicator_warmup(device: torch.device) -> Future[None]:
             torch.cuda.set_device(device)
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
-            for elements in _FIRST_MESSAGES[device.type]:
-                message, ranks = torch.zeros(elements, device=device), dist.get_world_size()
-                dist.all_reduce(message)
-                dist.broadcast(message, src=0)
-                TreeExchange([range(rank, rank + 1) for rank in range(ranks)], ranks).reduce(
-                    [message]
-                )
+            message = torch.zeros(_FIRST_MESSAGE[device.type], device=device)
+            dist.all_reduce(message)
+            dist.broadcast(message, src=0)
+            ranks = range(dist.get_world_size())
+            TreeExchange([range(rank, rank + 1) for rank in ranks], len(ranks)).reduce([message])
             if stream is not None:
                 stream.synchronize()
 

@@ -1,12 +1,9 @@
-"""Evaluation of a model on one process's part of a split.
-
-For classifiers, also record classes, confidences and the worst mistakes.
-"""
+"""Evaluation of a model on one process's part of a split; of classifiers, their predictions."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -56,10 +53,7 @@ class Evaluator:
         batch_size: int,
         on_step: Callable[[int, int], object],
     ) -> EvalTotals:
-        """Evaluate this rank's samples of the split; see `Learner.evaluate`.
-
-        The values are NaN if a batch raised what `attempt` does not raise.
-        """
+        """Evaluate this rank's samples of the split, see `Learner.evaluate`."""
         started_s, samples, info = monotonic_s(), 0, self.data.info
         outputs: dict[str, list[Any]] | None = {} if aggregates(self.task) else None
         device = next(self.model.parameters()).device
@@ -85,7 +79,9 @@ class Evaluator:
                 recorder.add(batch)
             if outputs is not None:
                 keep_outputs(outputs, values)
-            sums += self._sums(values)
+            columns = [values[name].double() for name in (*self.names, "loss")]
+            columns[-1] = columns[-1] ** 2
+            sums += torch.stack([column.sum() for column in columns])
             samples += batch.size
         *values_sums, loss_squares = sums.tolist()
         predictions = None if recorder is None else recorder.result(self.data)
@@ -99,17 +95,12 @@ class Evaluator:
             outputs=outputs,
         )
 
-    def _sums(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Return the sum of each metric over a batch, and of the squared losses, in float64."""
-        columns = [values[name].double() for name in self.names]
-        return torch.stack([column.sum() for column in [*columns, values["loss"].double() ** 2]])
-
 
 def add_ranks(task: Task, part: EvalTotals, device: torch.device) -> EvalTotals:
     """Return the totals of all ranks, alike on all, with the task's metrics of a whole set.
 
     Times are this rank's. The first rank aggregates the outputs of all, in the order of the
-    samples. Its metrics are NaN if the loss is not finite. Raises DataError.
+    samples, if the loss is finite. Raises DataError.
     """
     grouped = dist.is_initialized()
     columns = (part.samples, part.loss_squares, *part.sums.values())
@@ -162,7 +153,6 @@ class PredictionRecorder(nn.Module):
         return output
 
     def add(self, batch: Batch) -> None:
-        """Remember the predictions of the batch that was the last input."""
         confidences, classes = self._output.float().softmax(dim=1).max(dim=1)
         self._batches.append((batch.y, classes, confidences))
         self._indices += batch.indices or ()

@@ -1,9 +1,7 @@
 """What one process does in training: train some steps, evaluate, load and capture a state.
 
-Each worker or slot builds one `Learner`, which lives as long as the run. It
-knows nothing of Ray. Its training loop never waits for the device: the sums of losses and
-metrics stay there until the end of a phase, that is, of one call of `train` or `evaluate`, or
-until somebody asks for the totals between two of its steps.
+Each worker or slot builds one `Learner`, which lives as long as the run. Its training loop never
+waits for the device: the sums of losses and metrics stay there until somebody asks for them.
 """
 
 from __future__ import annotations
@@ -34,14 +32,7 @@ from raytrain_opt.optim.update import (
     update_weights,
 )
 from raytrain_opt.random_state import find_generators, seed_all, seeded
-from raytrain_opt.results import (
-    NO_STEPS,
-    BufferUpdates,
-    EvalTotals,
-    Split,
-    Steps,
-    TrainTotals,
-)
+from raytrain_opt.results import NO_STEPS, EvalTotals, Split, Steps, TrainTotals
 from raytrain_opt.train import batch_norm
 from raytrain_opt.train.data_parallel import Parallel
 from raytrain_opt.train.evaluation import Evaluator, add_ranks
@@ -64,8 +55,7 @@ OnStep = Callable[[int], object]
 class Learner:
     """Model, optimizer, task and data of one process.
 
-    `distribute` wraps the model for data parallelism (`train.data_parallel`); captured states
-    always have the parameter names of the bare model.
+    `distribute` wraps the model for data parallelism; states have the names of the bare model.
     """
 
     def __init__(
@@ -94,7 +84,6 @@ class Learner:
         self._evaluator = Evaluator(
             self.model, self.task, names, self.data, self.autocast, self._seed, self._attempt
         )
-        self._ranks_were_compared = False
         self.compiled = compile_model(config.compile, self.model, device)
         self.parallel = distribute(self.model, config.parallel)
         self._build_optimizer(0)
@@ -103,7 +92,6 @@ class Learner:
         self._begin_phase(1, MicroBatches.all(1))
 
     def _build_model(self) -> nn.Module:
-        """Return the model on its device, with its BatchNorm layers prepared."""
         config, info = self.config, self.info
         model = build_model(
             config.model,
@@ -118,11 +106,9 @@ class Learner:
 
     @property
     def info(self) -> DataInfo:
-        """Sizes of the data set."""
         return self.data.info
 
     def state(self, *, copy: bool) -> TrainingState:
-        """Capture the current state; see `train.state.capture`."""
         return capture(
             self.model,
             self.optimizer,
@@ -132,12 +118,10 @@ class Learner:
         )
 
     def load(self, state: TrainingState) -> None:
-        """Copy a state into the model, its optimizer and the scaler."""
         self._use_optimizer(state.optimizer_index)
         restore(state, self.model, self.optimizer, self.scaler)
 
     def _use_optimizer(self, index: int) -> None:
-        """Let another optimizer of the job continue, without a memory of earlier steps."""
         if index != self._optimizer_index:
             averaging.use_weights(self.optimizer, training=True)
             self._build_optimizer(index)
@@ -166,7 +150,6 @@ class Learner:
         *,
         search: bool = False,
     ) -> TrainTotals:
-        """Train steps of `epoch`; see `begin`."""
         self.begin(epoch, steps, micro_batches, search=search)
         self.advance(len(steps.lrs), on_step)
         return self.end()
@@ -176,10 +159,9 @@ class Learner:
     ) -> None:
         """Begin a phase: `advance` trains its steps, in any number of parts, `end` ends it.
 
-        The gradients of the micro-batches of a step, which all workers of a process group compute
-        together, are accumulated into one update: the result has the same bits for any number of
-        workers and parts. The same arguments from the same state give the same result, whatever
-        ran before. In a `search` the validation split is held out.
+        All workers of a process group compute the micro-batches of a step together: the same
+        arguments from the same state give the same bits for any number of workers and parts. In a
+        `search` the validation split is held out.
         """
         self._use_optimizer(steps.optimizer)
         grown = micro_batches.split(ramp_factor(self.config.batch_ramp, epoch))
@@ -204,7 +186,6 @@ class Learner:
             epochs_done = phase.epoch - 1 + (steps.first + update) * epoch_per_step
             set_momentum(self.optimizer, momentum_warmup, epochs_done)
             self._train_step(steps.first + update, self._batches)
-            self._compare_ranks_early()
 
     def take_totals(self) -> TrainTotals:
         """Return the totals of the phase since they were last taken.
@@ -227,22 +208,11 @@ class Learner:
         averaging.use_weights(self.optimizer, training=True)
         self.parallel.forward.train()
 
-    def _compare_ranks_early(self) -> None:
-        """Compare the ranks after the first update, as a phase may take hours."""
-        if not self._ranks_were_compared:
-            self._ranks_were_compared = True
-            self._compare_ranks()
-
-    def _compare_ranks(self) -> None:
-        epoch, failed = self._phase.epoch, self._phase.failure is not None
-        if self.parallel.distributed:
-            compare_ranks(self.model, self.optimizer, epoch, failed=failed)
-
     def _train_step(self, step: int, batches: Iterator[Batch]) -> None:
-        """Train one step of the phase: accumulate the gradients of micro-batches, update."""
         phase, parallel = self._phase, self.parallel
         self.optimizer.zero_grad(set_to_none=True)
-        phase.begin_step(self.device)
+        count = phase.micro_batches.count
+        phase.losses.append(torch.zeros(count, device=self.device, dtype=torch.float64))
         for index in parallel.indices:
             requested_s = monotonic_s()
             batch = next(batches)
@@ -264,18 +234,15 @@ class Learner:
         return failed_steps(self._phase, self.model, repair)
 
     def _seed(self, text: str) -> None:
-        """Seed all random numbers of the next pass or update."""
         seed_all(f"{self.config.seed} {text}", self.device, self._generators)
 
     @property
     def position(self) -> str:
-        """How far the latest phase is, for messages."""
         steps = self._steps.first + self._phase.steps
         return f"after {steps} steps of epoch {self._phase.epoch}"
 
     @property
     def failure(self) -> Exception | None:
-        """The first exception of the latest phase that made it fail (`train.phase`)."""
         return self._phase.failure
 
     def begin_micro_batches(self, epoch: int, count: int, held_out: int = 0) -> None:
@@ -292,18 +259,13 @@ class Learner:
         )
 
     def add_gradient(self, batch: Batch, index: tuple[int, int]) -> float:
-        """Add the gradient of one micro-batch's mean loss to the parameters' gradients.
+        """Add the gradient of one micro-batch's mean loss; return the sum of the losses.
 
-        Random numbers depend on `index`, (step, micro-batch), only: they are the same in every
-        process. Returns the sum of the losses.
+        Random numbers depend on `index`, (step, micro-batch), only.
         """
         step, micro_batch = index
         self._seed(f"{self._phase.epoch} {step} {micro_batch}")
         return self._accumulate(batch, 1.0).item()
-
-    def buffers(self, batches: int) -> BufferUpdates:
-        """Return the model's buffers after `batches` micro-batches of the current phase."""
-        return batch_norm.collect_buffers(self.model, batches)
 
     def _begin_phase(
         self, epoch: int, micro_batches: MicroBatches, *, search: bool = False, held_out: int = 0
@@ -314,10 +276,7 @@ class Learner:
         self._generators = find_generators(self.task, self.model, self.optimizer)
 
     def _accumulate(self, batch: Batch, divisor: float) -> Tensor:
-        """Run forward and backward of one micro-batch, with its mean loss divided by `divisor`.
-
-        Returns the sum of the losses, float64, on the device.
-        """
+        """Add the gradient of one micro-batch's mean loss / `divisor`; return the losses' sum."""
         with self.autocast():
             loss = self.task.training_loss(self.parallel.forward, batch.content)
         # An unreadable sample has no gradient; the others must not weigh more for it.
@@ -339,14 +298,13 @@ class Learner:
 
         `on_step` is called before each batch with the numbers of completed and of all batches.
         """
-        totals = self._evaluator.evaluate(split, rank, world_size, self.eval_batch_size, on_step)
+        totals = self._evaluator.evaluate(
+            split, rank, world_size, self.config.eval_batch_size, on_step
+        )
         return replace(totals, failure=describe(self._phase.failure))
 
     def add_ranks(self, part: EvalTotals) -> EvalTotals:
-        """Return the totals of all ranks for this one's, with the task's metrics of a whole set.
-
-        All ranks must call this together. Raises DataError.
-        """
+        """Return the totals of all ranks for this one's; all ranks call this. See `evaluation`."""
         return add_ranks(self.task, part, self.device)
 
     def finish_phase(self, *, fresh: bool = False) -> None:
@@ -360,7 +318,9 @@ class Learner:
             count = count or _STATISTICS_BATCHES
         if count and batch_norm.has_statistics(self.model):
             self._recalibrate(count)
-        self._compare_ranks()
+        failed = self._phase.failure is not None
+        if self.parallel.distributed:
+            compare_ranks(self.model, self.optimizer, self._phase.epoch, failed=failed)
 
     def _recalibrate(self, count: int) -> None:
         epoch, parallel = self._phase.epoch, self.parallel
@@ -392,15 +352,9 @@ class Learner:
             torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """End the loader processes."""
         self.data.close()
 
     def autocast(self) -> torch.autocast:
         """Return a context that runs a forward pass in the configured precision."""
         dtype = self._autocast_dtype
         return torch.autocast(self.device.type, dtype, enabled=dtype is not None)
-
-    @property
-    def eval_batch_size(self) -> int:
-        """Samples in one forward pass without gradients."""
-        return self.config.eval_batch_size(self.config.batch_size_per_worker)

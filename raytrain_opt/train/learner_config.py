@@ -55,7 +55,6 @@ class LearnerConfig:
 
     @classmethod
     def from_job(cls, job: Job) -> LearnerConfig:
-        """Return the settings that a job has for its learners."""
         values: dict[str, Any] = {
             field.name: getattr(job, field.name, None) for field in fields(cls)
         }
@@ -76,7 +75,6 @@ class LearnerConfig:
 
     @property
     def batch_size_per_worker(self) -> int:
-        """Samples per update in each worker."""
         return self.global_batch_size // self.worker_count
 
     @property
@@ -86,17 +84,15 @@ class LearnerConfig:
 
     @property
     def async_split(self) -> int:
-        """The micro-batches of a worker's share of a step in `async`, each of which is an update.
-
-        More updates change the weights less meanwhile (docs/async.md); each costs messages.
-        """
+        """The micro-batches of a worker's share of a step in `async`; each is an update."""
         if self.parallel.micro_batches is not None:
             return self.parallel.micro_batches // self.worker_count
         samples = self.batch_size_per_worker
         most = min(_MAX_SPLIT, samples // _MIN_MICRO_BATCH_SIZE)
         return max([1, *(n for n in range(1, most + 1) if samples % n == 0)])
 
-    def eval_batch_size(self, batch_size_per_worker: int) -> int:
-        """Return the batch size of an evaluation when training has `batch_size_per_worker`."""
-        in_blocks = batch_size_per_worker // EVAL_BLOCK_SIZE * EVAL_BLOCK_SIZE
+    @property
+    def eval_batch_size(self) -> int:
+        """Samples in one forward pass without gradients."""
+        in_blocks = self.batch_size_per_worker // EVAL_BLOCK_SIZE * EVAL_BLOCK_SIZE
         return self.eval_batch_size_per_worker or max(in_blocks, _MIN_EVAL_BATCH_SIZE)

@@ -1,12 +1,10 @@
 """Which micro-batches of a global batch are computed, and how workers share them.
 
-Synchronous training takes as long as its slowest worker. With more micro-batches than workers,
-a worker of speed v_w computes a fraction v_w / sum(v) of them, and all finish at the same time.
-Shares cost or save time only: sums do not depend on them (`train.tree_sum`). The speeds are
-measured while training: from the end of an update to the moment when a worker's last gradient is
-ready, which includes its wait for data and leaves out its wait for others and the first update of
-a phase. Source: Chen, Wang and others, Semi-Dynamic Load Balancing: Efficient Distributed Learning
-in Non-Dedicated Environments, SoCC 2020, which shares samples rather than micro-batches.
+A worker of speed v_w computes a fraction v_w / sum(v) of them, so that all finish at the same
+time. Sums do not depend on the shares (`train.tree_sum`). The speeds are measured while training:
+from the end of an update to the moment when a worker's last gradient is ready. Source: Chen, Wang
+and others, Semi-Dynamic Load Balancing: Efficient Distributed Learning in Non-Dedicated
+Environments, SoCC 2020, which shares samples rather than micro-batches.
 """
 
 from __future__ import annotations
@@ -29,18 +27,13 @@ _SMOOTHING = 0.5
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """The micro-batches of each global batch that are computed: `indices` of `count`.
-
-    By one process, or by all workers together, which share them (`train.data_parallel`). An update
-    follows the mean of their gradients.
-    """
+    """The micro-batches, `indices` of `count`, of each global batch that are computed together."""
 
     indices: range
     count: int
 
     @classmethod
     def all(cls, count: int) -> MicroBatches:
-        """Return all of `count` micro-batches."""
         return cls(range(count), count)
 
     def split(self, factor: int) -> MicroBatches:
@@ -50,11 +43,7 @@ class MicroBatches:
 
 
 def split_by_speed(count: int, speeds: Sequence[float]) -> list[range]:
-    """Return which of `count` micro-batches each worker computes, at least one each.
-
-    No other split lets the worker that is done last be done earlier. `count` is at least the
-    number of workers.
-    """
+    """Return the micro-batches of each worker, one or more, that let the last be done first."""
     total = sum(speeds)
     shares = [max(1, int(count * speed / total)) for speed in speeds]
     workers = range(len(speeds))
@@ -95,7 +84,6 @@ class LoadBalance:
         self.shares = best
 
     def begin_measurement(self) -> None:
-        """Drop what was measured."""
         self._updates = self._computed = 0
         self._timer.reset()
         self._timer.mark()

@@ -47,7 +47,7 @@ class Phase:
     micro_batches: MicroBatches
     search: bool
     held_out: int
-    losses: list[Tensor] = field(default_factory=list)  # see `take_totals`; one for each step
+    losses: list[Tensor] = field(default_factory=list)  # of each step: [micro-batches], float64
     steps: int = 0
     samples: int = 0
     skipped: int = 0
@@ -56,16 +56,10 @@ class Phase:
     in_backward: bool = False
     failure: Exception | None = None  # the first that a pass or an update raised (`failed_steps`)
 
-    def begin_step(self, device: torch.device) -> None:
-        """Make room for the losses of a step's micro-batches: [count], float64, 0."""
-        count = self.micro_batches.count
-        self.losses.append(torch.zeros(count, device=device, dtype=torch.float64))
-
     def take_totals(self) -> TrainTotals:
         """Return the sums over all processes, and begin new ones; this waits for the device.
 
-        Each number has one process in which it is not 0, so an all-reduce in any order is exact;
-        then the losses of a step are added in the order of its micro-batches.
+        Each loss is 0 in all processes but one, so an all-reduce in any order is exact.
         """
         rows = torch.stack(self.losses) if self.losses else torch.zeros(0, 1)
         counts = [rows.new_full((1,), count) for count in (self.samples, self.skipped)]
@@ -105,7 +99,6 @@ def describe(error: Exception | None) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that GPU or CPU memory ran out."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(
@@ -119,10 +112,9 @@ def failed_steps(
 ) -> Iterator[None]:
     """Let a candidate diverge whose pass or update raises inside; so does a ruined training.
 
-    The loss of the phase becomes NaN. The phase goes on until the next look at the loss, because
-    other ranks wait for the gradients of this one: `repair` makes up for those that are missing.
-    That breaks if they wait in a collective of the model's own: UserCodeError has the exception.
-    Other exceptions are raised. A training is ruined only if some of its values are not finite.
+    The loss of the phase becomes NaN. The phase goes on, because other ranks wait for this one's
+    gradients: `repair` makes up for those that are missing. Raises UserCodeError if they wait in a
+    collective of the model's own, and other exceptions.
     """
     try:
         yield
@@ -151,11 +143,7 @@ def lone_failure(error: Exception) -> UserCodeError:
 
 
 def _is_failed_step(error: Exception) -> bool:
-    """Return whether an exception may come from the numbers of a pass or an update.
-
-    It does not if memory ran out, another process died or the device failed, and if this package
-    raised it on purpose.
-    """
+    """Return whether an exception may come from the numbers of a pass or an update."""
     is_other = isinstance(error, RaytrainOptError) or is_out_of_memory(error)
     return not (is_other or is_lost_connection(error) or "CUDA error" in str(error))
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from raytrain_opt.config.error_messages import nearest
 from raytrain_opt.config.schema import ModelSection
 from raytrain_opt.data.base import DataInfo
-from raytrain_opt.errors import CheckpointError, JobError, Problem
+from raytrain_opt.errors import CheckpointError, JobError, Problem, listed
 from raytrain_opt.models import build_model
 from raytrain_opt.random_state import seeded
 from raytrain_opt.storage import is_remote, local_path
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _PATH = "model.weights"
-# Names of tensors in one message.
-_SHOWN = 5
 # Where training code keeps a network's tensors in a larger file.
 _KEYS = ("state_dict", "model_state_dict", "model", "module", "network", "net", "weights")
 # What timm and transformers write into a folder.
@@ -38,12 +36,10 @@ def read_pretrained(section: ModelSection) -> dict[str, Tensor]:
     weights = str(section.weights)
     try:
         path = None if is_remote(weights) else local_path(weights)
-        # Of the file of a checkpoint, the digest may be known.
-        if path is not None and path.is_file() and path.resolve().name != WEIGHTS:
-            return _read_file(path)
-        for name in _FOLDER_FILES:
-            if path is not None and (path / name).is_file():
-                return _read_file(path / name)
+        for file in () if path is None else (path, *(path / name for name in _FOLDER_FILES)):
+            # Of the file of a checkpoint, the digest may be known.
+            if file.is_file() and file.resolve().name != WEIGHTS:
+                return _read_file(file)
         return read_weights(find_weights(weights, _PATH).folder)
     except CheckpointError as error:
         raise JobError([Problem(_PATH, str(error), repr(weights))]) from error
@@ -116,7 +112,7 @@ def foreign_prefix(own: Mapping[str, Tensor], pretrained: Mapping[str, Tensor]) 
 def start_from_pretrained(
     state: TrainingState, section: ModelSection, info: DataInfo
 ) -> tuple[TrainingState, str]:
-    """Return the initial state with pretrained weights, and what happened, for the user."""
+    """Return the initial state with pretrained weights, and what happened."""
     network = build_model(
         section, num_classes=info.num_classes, sample_shape=info.sample_shape, seed=0
     )
@@ -135,11 +131,7 @@ def start_from_pretrained(
 
 
 def _problems(what: str, names: set[str]) -> list[Problem]:
-    if not names:
-        return []
-    some = sorted(names)
-    more = f", and {len(some) - _SHOWN} more" if len(some) > _SHOWN else ""
-    return [Problem(_PATH, f"{len(some)} tensors {what}: {', '.join(some[:_SHOWN])}{more}")]
+    return [Problem(_PATH, f"tensors {what}: {listed(sorted(names))}")] if names else []
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:

@@ -18,22 +18,19 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Elements that are summed at a time: they need 16 bytes each.
 _CHUNK = 2**18
 _HINT = (
-    "only gradients are exchanged, so all else that changes weights must do it alike on each "
-    "worker. Usual causes: nn.Embedding(max_norm=...), code in the network, the loss or the "
-    "optimizer that writes weights or depends on the rank, random numbers that cannot be seeded. "
-    "Remove the cause, or train with workers.count: 1"
+    "only gradients are exchanged. Usual causes: nn.Embedding(max_norm=...), code in the network, "
+    "the loss or the optimizer that writes weights or depends on the rank, random numbers that "
+    "cannot be seeded. Remove the cause, or train with workers.count: 1"
 )
 
 
 def compare_ranks(model: nn.Module, optimizer: Optimizer, epoch: int, *, failed: bool) -> None:
     """Compare the tensors of model and optimizer over the process group; all ranks call it.
 
-    Does nothing without a group of at least two, or if the phase `failed` on any rank. Where ranks
-    have different processors, which round differently, all take the values of rank 0. Raises
-    JobError, on all ranks, with the names of tensors that differ.
+    Does nothing if the phase `failed` on any rank. Where ranks have different processors, which
+    round differently, all take the values of rank 0. Raises JobError, on all ranks, with the names
+    of tensors that differ.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
     state, device = optimizer.state_dict(), next(model.parameters()).device
     tensors = dict(sorted(named_tensors(model.state_dict(keep_vars=True), state)))
     sums = torch.stack([checksum(tensor).to(device) for tensor in tensors.values()])

@@ -1,11 +1,8 @@
 """The state of a training in CPU memory: weights, buffers, optimizer and gradient scaler.
 
 `capture` returns arrays that Ray moves without pickling their contents and that all processes
-of a node read in place; `restore` copies them into a live model and optimizer.
-
-The elements of a tensor keep their order in memory, and the tensor its strides: a channels_last
-weight is one block, and neither side has to transpose it. Strides of axes of size 1 are kept, too,
-because the choice of a kernel, and so how it rounds, may depend on them.
+of a node read in place; `restore` copies them into a live model and optimizer. Tensors keep their
+strides, also of axes of size 1: the choice of a kernel, and so how it rounds, may depend on them.
 """
 
 from __future__ import annotations
@@ -19,20 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import (
-    keystr,
-    tree_leaves_with_path,
-    tree_map_only,
-    tree_map_with_path,
-)
+from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map_only, tree_map_with_path
 
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """One tensor as bytes in memory order, with its shape and strides.
-
-    `trains`: it is a parameter that gradients change.
-    """
+    """One tensor as bytes in memory order; `trains`: a parameter that gradients change."""
 
     data: np.ndarray[Any, np.dtype[np.uint8]]
     shape: tuple[int, ...]
@@ -85,15 +74,10 @@ class TrainingState:
     scaler: dict[str, Any] = field(default_factory=dict)
     optimizer_index: int = 0  # among the optimizers of the job
 
-    @property
-    def nbytes(self) -> int:
-        """The size of all tensors in bytes."""
-        return sum(tensor.data.nbytes for tensor in self.tensors.values())
-
     def first_not_finite(self) -> str | None:
         """Return the name of a tensor with NaN or, where training computed it, infinity, or None.
 
-        Buffers may hold infinity (the lowest loss so far), and all tensors -inf (masks).
+        Buffers may hold infinity (the lowest loss so far), masks -inf.
         """
         for name, packed in self.tensors.items():
             tensor = packed.tensor()

@@ -1,8 +1,7 @@
 """Check before a run that a training step depends on the state and the batch only.
 
-Candidates, restarts and resumed runs all start from a state, that is, from `state_dict()`. What a
-network or a task keeps elsewhere is lost there, or stays from another candidate. So the first step
-is computed twice from one state, and an evaluation is repeated by a network that only has a state.
+Candidates, restarts and resumed runs all start from `state_dict()`. So the first step is computed
+twice from one state, and an evaluation is repeated by a network that only has a state.
 """
 
 from __future__ import annotations
@@ -21,19 +20,13 @@ from raytrain_opt.models.factory import check_output, preserve_model
 from raytrain_opt.optim.update import set_lr
 from raytrain_opt.random_state import find_generators, seed_all
 from raytrain_opt.train.state import capture, restore
-from raytrain_opt.train.task import (
-    Classification,
-    Task,
-    evaluate_once,
-    explained,
-    require_scalar,
-)
+from raytrain_opt.train.task import Classification, Task, evaluate_once, explained, require_scalar
 
 # The same operations on a CPU give the same bits, unless memory is aligned in another way.
 _RTOL, _ATOL = 1e-4, 1e-7
 _LR = 0.1  # of updates on trial
-# As a multiple of the rounding of a parameter: a plain gradient step that is visible. Others stay
-# the same for good, such as biases before a BatchNorm layer, whose gradients are rounding errors.
+# A gradient step this much smaller would change a parameter, too. Other gradients are rounding
+# errors, such as the ones of biases before a BatchNorm layer.
 _VISIBLE = 1e3
 
 
@@ -85,7 +78,7 @@ def check_steps(
 
 
 def _step(task: Task, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Compute a step without the update; return the loss and the norm of each gradient."""
+    """Compute a step without the update; return the loss and the gradients' norms."""
     model.zero_grad(set_to_none=True)
     seed_all(0, generators=find_generators(task, model))
     model.train()
@@ -120,7 +113,6 @@ def _step(task: Task, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def _parameters_of(loss: Tensor) -> Iterator[nn.Parameter]:
-    """Yield the parameters that a loss depends on."""
     nodes = [loss.grad_fn] if loss.grad_fn is not None else []
     seen = set(nodes)
     for node in nodes:  # which grows
@@ -149,7 +141,9 @@ def _try_update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     untrained = [
         name
         for name, p in model.named_parameters()
-        if torch.equal(p, before[name]) and _has_visible_step(p, rates.get(p, 0.0))
+        if p.grad is not None
+        and torch.equal(p, before[name])
+        and not torch.equal(p, p - rates.get(p, 0.0) / _VISIBLE * p.grad)
     ]
     if untrained:
         rule = f"does not change parameters that have a gradient: {first_of(untrained)}"
@@ -169,14 +163,6 @@ def _try_update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         raise JobError([Problem("optimizer.name", rule, None, hint)]) from error
 
 
-def _has_visible_step(parameter: nn.Parameter, lr: float) -> bool:
-    gradient = parameter.grad
-    if gradient is None or not gradient.isfinite().all():
-        return False
-    rounding = torch.finfo(parameter.dtype).eps * parameter.detach().abs()
-    return bool((lr * gradient.abs() > _VISIBLE * rounding).any())
-
-
 def _evaluate(task: Task, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     seed_all(0, generators=find_generators(task, model))
     values = evaluate_once(task, model, batch)
@@ -186,7 +172,6 @@ def _evaluate(task: Task, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 def _require_same_tensors(
     model: nn.Module, start: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]
 ) -> None:
-    """Raise JobError unless the network still has the tensors that it had when it was built."""
     old, new = ({n: t.shape for n, t in s.items()} for s in (start, model.state_dict()))
     changed = [n for n in sorted(old.keys() | new.keys()) if old.get(n) != new.get(n)]
     own = dict(model.named_parameters())
@@ -216,14 +201,12 @@ def _not_saved(model: nn.Module, task: Task) -> dict[str, Any]:
 
 
 def _summary(value: Any) -> Any:
-    """Return a value that is compared in place of an attribute: of a container, its size."""
     if isinstance(value, bool | int | float | str):
         return value
     return id(value), len(value) if isinstance(value, Collection) else 0
 
 
 def _depends(what: str, names: Iterable[str]) -> JobError:
-    """Return the error of a result that depends on what `state_dict()` does not hold."""
     names = sorted(names)
     owner = "the task" if names and all(n.startswith("task.") for n in names) else "the network"
     held = first_of(names) if names else "a value, such as a random generator of its own,"

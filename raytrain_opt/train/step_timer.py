@@ -36,7 +36,6 @@ class StepTimer:
 
 
 def step_timer_for(device: torch.device) -> StepTimer:
-    """Create a timer for a device."""
     return _CudaTimer(device) if device.type == "cuda" else StepTimer()
 
 
@@ -44,7 +43,6 @@ class _CudaTimer(StepTimer):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._events: list[torch.cuda.Event] = []
-        self._intervals_s: list[float] = []
 
     def mark(self) -> None:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -54,11 +52,7 @@ class _CudaTimer(StepTimer):
     def reset(self) -> None:
         torch.cuda.synchronize(self._device)
         self._events.clear()
-        self._intervals_s.clear()
 
     def intervals_s(self) -> list[float]:
-        """Return all intervals; events that were read are freed, except the last."""
         torch.cuda.synchronize(self._device)
-        self._intervals_s += [a.elapsed_time(b) / 1000 for a, b in pairwise(self._events)]
-        del self._events[:-1]
-        return list(self._intervals_s)
+        return [a.elapsed_time(b) / 1000 for a, b in pairwise(self._events)]

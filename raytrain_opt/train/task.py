@@ -1,8 +1,7 @@
 """What a training minimizes and measures: classification, or a task of the user's own.
 
-A task is a class with two methods and, for the metric that decides which weights are better, the
-attributes `metric` (default: loss) and `higher_is_better`. With a third method, `aggregate`, it
-computes metrics of a whole set, such as F1, which are no means over samples. See docs/tasks.md.
+A task has two methods, the attributes `metric` and `higher_is_better` and perhaps `aggregate`, for
+metrics of a whole set: see docs/tasks.md.
 """
 
 from __future__ import annotations
@@ -58,9 +57,6 @@ class Classification:
         class_weights: Tensor | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Raise JobError with the problems that `check_loss` finds."""
-        if problems := check_loss(section):
-            raise JobError(problems)
         self._is_cross_entropy = section.name == _CROSS_ENTROPY
         self._class_weights = class_weights
         self.loss: Callable[..., Tensor] = (
@@ -120,9 +116,7 @@ def check_task(section: TaskSection) -> list[Problem]:
 def build_task(
     section: TaskSection, loss: LossSection, info: DataInfo, device: torch.device | str = "cpu"
 ) -> Task:
-    """Create the task. Raises JobError for a wrong name, or arguments that it does not take."""
-    if problems := check_task(section):
-        raise JobError(problems)
+    """Create the task that `check_task` accepts. Raises JobError for its arguments."""
     if section.is_classification:
         return Classification(loss, _class_weights(loss, info, device), device)
     try:
@@ -136,7 +130,7 @@ def build_task(
 def _class_weights(
     section: LossSection, info: DataInfo, device: torch.device | str
 ) -> Tensor | None:
-    """Return `loss.class_weights` as float32 [num_classes]; raises JobError."""
+    """Return `loss.class_weights`, [num_classes]; raises JobError."""
     weights = section.class_weights
     if weights is None:
         return None
@@ -169,7 +163,6 @@ def aggregates(task: Task) -> bool:
 
 
 def keep_outputs(outputs: dict[str, list[Any]], values: Mapping[str, Any]) -> None:
-    """Append the outputs of a batch, on the CPU."""
     for name, value in values.items():
         outputs.setdefault(name, []).append(tree_map(on_cpu, value))
 
@@ -177,8 +170,7 @@ def keep_outputs(outputs: dict[str, list[Any]], values: Mapping[str, Any]) -> No
 def aggregate(task: Any, parts: Sequence[Mapping[str, list[Any]]]) -> dict[str, float]:
     """Return the task's metrics of a whole set; `parts`: the outputs of each rank, by batch.
 
-    Raises DataError: it raised, or returned something else than numbers with the metric that
-    decides.
+    Raises DataError if it raises, or returns something else than numbers.
     """
     batches: dict[str, list[Any]] = {}
     for part in parts:
@@ -259,10 +251,7 @@ def find_metric_names(task: Task, model: nn.Module, batch: Batch) -> tuple[str, 
 
 
 def evaluate_once(task: Task, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Return the task's metrics of a batch in evaluation mode.
-
-    Raises DataError: the task raised, or returned something else than documented.
-    """
+    """Return the task's metrics of a batch in evaluation mode. Raises DataError."""
     model.eval()
     try:
         with torch.no_grad():
@@ -278,7 +267,7 @@ def checked_metrics(
 ) -> dict[str, Any]:
     """Return the metrics of a batch. Raises DataError unless `names` are among them.
 
-    Each has one value per sample; what the task aggregates itself may also be a list of these.
+    Each has one value per sample; what the task aggregates may also be a list of these.
     """
     needed, is_dict = dict.fromkeys(names), isinstance(values, Mapping)
     found: dict[Any, Any] = dict(values) if isinstance(values, Mapping) else {}
@@ -297,10 +286,10 @@ def checked_metrics(
 
 
 def count_flops(task: Task, model: nn.Module, batch: Batch) -> float:
-    """Return the operations of one sample's training, 2 for each product, on the CPU.
+    """Return the operations of one sample's training, 2 for each product; changes nothing.
 
     The backward pass counts twice the forward pass. Infinite where torch does not count: fused
-    operations of recurrent layers, and derivatives within the loss. Model and task are preserved.
+    operations of recurrent layers, and derivatives within the loss.
     """
     from torch.utils.flop_counter import FlopCounterMode  # 0.1 s, of the driver alone
 
@@ -318,12 +307,10 @@ def count_flops(task: Task, model: nn.Module, batch: Batch) -> float:
 
 
 def on_cpu(leaf: Any) -> Any:
-    """Return a tensor on the CPU, without its gradient; another value as it is."""
     return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
 
 
 def require_scalar(loss: object) -> None:
-    """Raise DataError unless a task's loss is a tensor without dimensions."""
     if not isinstance(loss, torch.Tensor) or loss.dim():
         rule = "must return the mean over the batch, a tensor without dimensions"
         raise DataError("task", f"training_loss {rule}, not {_described(loss)}")
@@ -353,7 +340,6 @@ def _described(value: object) -> str:
 
 
 def check_loss(section: LossSection) -> list[Problem]:
-    """Return the problems of the name, without calling the function."""
     if section.name == _CROSS_ENTROPY:
         return []
     return _check_name(section.name, "loss.name", _CROSS_ENTROPY, "package.module:function")

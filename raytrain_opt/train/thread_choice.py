@@ -1,15 +1,13 @@
 """Choose the number of compute threads by timing training steps.
 
 Threads pay only where an operation takes much longer than it takes to wake them and to wait for
-the last one. Where that is depends on the machine (two of its cores may share one arithmetic
-unit), the network and the batch. No rule about sizes holds on two machines; some steps tell.
+the last one. No rule about sizes holds on two machines; some steps tell.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from statistics import median
 
 import torch
@@ -23,67 +21,40 @@ from raytrain_opt.models.factory import preserve_model
 from raytrain_opt.train.kernels import autocast_dtype
 from raytrain_opt.train.task import Task
 
-# Every number of threads is timed in each round, because the noise of a machine comes and goes.
-_ROUNDS = 5
-_ROUND_S = 0.02  # of one number of threads; a step that takes longer is timed once
+# The noise of a machine comes and goes, so each number of threads is timed in every round.
+_ROUNDS = 15
+_SHORT_S = 0.02  # a step that takes longer is timed once in a round
 _LIMIT_S = 1.0  # no round begins later
 # More threads have to save this part of the time; others may need their cores.
 _GAIN = 0.05
 
 
-@dataclass(frozen=True)
-class StepTimer:
-    """Times training steps on the CPU, of `samples` repeated to a batch.
+def time_threads(
+    task: Task, model: nn.Module, samples: Batch, precision: Precision, batch_size: int, most: int
+) -> int:
+    """Return the threads to train with, at most `most`; times steps of `samples`, repeated."""
+    cpu, rows = torch.device("cpu"), torch.arange(batch_size) % samples.size
+    x, y = map_leaves(lambda leaf: None if leaf is None else leaf[rows], (samples.x, samples.y))
+    content = replace(samples, x=x, y=y).content
+    dtype = autocast_dtype(precision, cpu)
 
-    Model and task are preserved.
-    """
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            loss = task.training_loss(model, content)
+        loss.backward()  # type: ignore[no-untyped-call]
 
-    task: Task
-    model: nn.Module
-    samples: Batch
-    precision: Precision
-
-    def __call__(self, batch_size: int, most: int) -> int:
-        """Return the number of threads, at most `most`, for training with a batch size."""
-        with self._step(batch_size) as step:
+    with preserve_model(model, cpu, task):
+        model.train()
+        try:
             return fewest_fast_threads(step, most)
-
-    def step_s(self, batch_size: int) -> float:
-        """Return the seconds of a step with the current number of threads."""
-        with self._step(batch_size) as step:
-            return _time_s(step)
-
-    @contextmanager
-    def _step(self, batch_size: int) -> Iterator[Callable[[], None]]:
-        cpu, rows = torch.device("cpu"), torch.arange(batch_size) % self.samples.size
-        pair = (self.samples.x, self.samples.y)
-        x, y = map_leaves(lambda leaf: None if leaf is None else leaf[rows], pair)
-        content = replace(self.samples, x=x, y=y).content
-        dtype = autocast_dtype(self.precision, cpu)
-
-        def step() -> None:
-            self.model.zero_grad(set_to_none=True)
-            with torch.autocast("cpu", dtype, enabled=dtype is not None):
-                loss = self.task.training_loss(self.model, content)
-            loss.backward()  # type: ignore[no-untyped-call]
-
-        with preserve_model(self.model, cpu, self.task):
-            self.model.train()
-            try:
-                yield step
-            finally:
-                self.model.zero_grad(set_to_none=True)
+        finally:
+            model.zero_grad(set_to_none=True)
 
 
 def fewest_fast_threads(step: Callable[[], None], most: int) -> int:
-    """Return the smallest number of threads with which `step` is about as fast as with any.
-
-    Tries `most`, its half, and so on to 1. torch has the number of threads of before afterwards.
-    """
-    numbers = [most]
-    while numbers[-1] > 1:
-        numbers.append(numbers[-1] // 2)
-    times_s: dict[int, list[float]] = {threads: [] for threads in numbers}
+    """Return the fewest threads, of `most`, its half and so on, that are about as fast as any."""
+    times_s: dict[int, list[float]] = {most >> i: [] for i in range(most.bit_length())}
     before, end_s = torch.get_num_threads(), monotonic_s() + _LIMIT_S
     try:
         for _ in range(_ROUNDS):
@@ -101,13 +72,10 @@ def fewest_fast_threads(step: Callable[[], None], most: int) -> int:
 
 def _time_s(step: Callable[[], None]) -> float:
     """Return the seconds of a step, after one that is not counted unless it takes long."""
-    began_s = monotonic_s()
-    step()
-    first_s = monotonic_s() - began_s
-    if first_s > _ROUND_S:
-        return first_s
-    began_s, steps = monotonic_s(), 0
-    while (passed_s := monotonic_s() - began_s) < _ROUND_S:
+    for _ in range(2):
+        began_s = monotonic_s()
         step()
-        steps += 1
-    return passed_s / steps
+        step_s = monotonic_s() - began_s
+        if step_s > _SHORT_S:
+            break
+    return step_s

@@ -1,7 +1,4 @@
-"""A trained network as others use it: with its preprocessing and class names, without the data.
-
-A checkpoint's weights carry, as text, what builds the network and prepares a sample for it.
-"""
+"""A trained network as others use it: with its preprocessing and class names, without the data."""
 
 from __future__ import annotations
 
@@ -91,10 +88,7 @@ def find_weights(run: str | Path, argument: str) -> SavedWeights:
 
 
 def _find_single(path: Path, argument: str) -> SavedWeights | None:
-    """Return the checkpoint whose folder, or whose weights in it, the path is.
-
-    Raises CheckpointError if the index beside the folder has other weights.
-    """
+    """Return the checkpoint whose folder, or whose weights in it, the path is, if it is one."""
     path = path.resolve()
     folder = path.parent if path.name == WEIGHTS else path
     index = read_index(folder.parent) if folder.parent.name == "checkpoints" else []
@@ -154,7 +148,6 @@ class TrainedModel(ModelDescription):
         return output.float().softmax(dim=1).cpu()
 
     def _image(self, sample: Any) -> Any:
-        """Return an image as uint8 [height, width, channels]."""
         from raytrain_opt.data.images import center_crop, read_image_file, stretch
 
         if isinstance(sample, Image.Image):

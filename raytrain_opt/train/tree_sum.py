@@ -22,10 +22,9 @@ from torch import Tensor
 
 
 def additions_after(number: int, first: int, count: int) -> int:
-    """Return how many nodes are complete with micro-batch `number` of `count`, leaves aside.
+    """Return how many nodes of micro-batches from `first` on `number` completes, leaves aside.
 
-    Only nodes whose micro-batches are `first` or later. Each is an addition: the node's left child
-    plus its right child, which `number` completes.
+    Each is an addition: the node's left child plus its right child.
     """
     additions, half = 0, 1
     while half < count:
@@ -81,7 +80,6 @@ class TreeExchange:
             return additions_after(last, 0, count) - additions_after(last, node.start, count)
 
         self._additions = [[additions(node) for node in nodes] for nodes in self._nodes]
-        self._received: dict[torch.dtype, Tensor] = {}  # kept: new memory costs page faults
 
     def reduce(self, nodes: Sequence[Tensor]) -> None:
         """Replace the last of this rank's nodes, [n] each, by the sum over all ranks."""
@@ -89,7 +87,11 @@ class TreeExchange:
         cuts = [len(total) * part // self._size for part in range(self._size + 1)]
         parts = [slice(*cuts[part : part + 2]) for part in ranks]
         own = parts[rank]
-        received = self._make_room(total[own])
+        received = {
+            other: [torch.empty_like(total[own]) for _ in self._nodes[other]]
+            for other in ranks
+            if other != rank
+        }
         _transfer(
             ((other, node[parts[other]]) for other in received for node in nodes),
             ((other, part) for other, values in received.items() for part in values),
@@ -108,20 +110,6 @@ class TreeExchange:
             ((other, total[own]) for other in others),
             ((other, total[parts[other]]) for other in others),
         )
-
-    def _make_room(self, part: Tensor) -> dict[int, list[Tensor]]:
-        """Return a tensor like `part` for each node of the other ranks."""
-        others = [nodes for rank, nodes in enumerate(self._nodes) if rank != self._rank]
-        size = sum(map(len, others)) * len(part)
-        memory = self._received.get(part.dtype)
-        if memory is None or len(memory) < size:
-            memory = self._received[part.dtype] = part.new_empty(size)
-        starts = iter(range(0, size, max(1, len(part))))
-        return {
-            rank: [memory[(start := next(starts, 0)) : start + len(part)] for _ in nodes]
-            for rank, nodes in enumerate(self._nodes)
-            if rank != self._rank
-        }
 
 
 def _transfer(sent: Iterable[tuple[int, Tensor]], received: Iterable[tuple[int, Tensor]]) -> None:

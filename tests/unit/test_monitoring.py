@@ -16,7 +16,7 @@ import pytest
 from raytrain_opt import monitoring
 from raytrain_opt.errors import ResourcesError
 from raytrain_opt.monitoring import (
-    CpuSampler,
+    cpu_sampler,
     gpu_names,
     gpu_sampler,
     top_half_mean,
@@ -68,14 +68,14 @@ def test_cpu_time_over_the_time_of_the_threads(
     machine: SimpleNamespace, threads: int, cpu_s: float, expected: float
 ) -> None:
     machine.cpu_s = 7.0  # What was before the sampler does not count.
-    sampler = CpuSampler(threads)
+    sampler = cpu_sampler(threads)
     machine.now_s += 2.0
     machine.cpu_s += cpu_s
     assert sampler() == pytest.approx(expected)
 
 
 def test_each_cpu_sample_starts_at_the_one_before(machine: SimpleNamespace) -> None:
-    sampler = CpuSampler(1)
+    sampler = cpu_sampler(1)
     machine.now_s, machine.cpu_s = 101.0, 1.0
     assert sampler() == pytest.approx(100.0)
     machine.now_s, machine.cpu_s = 105.0, 2.0
@@ -84,7 +84,7 @@ def test_each_cpu_sample_starts_at_the_one_before(machine: SimpleNamespace) -> N
 
 
 def test_the_cpu_time_is_that_of_the_real_process() -> None:
-    sampler, started_s = CpuSampler(1), time.process_time()
+    sampler, started_s = cpu_sampler(1), time.process_time()
     while time.process_time() - started_s < 0.001:  # a short probe
         pass
     assert sampler() > 0

@@ -58,7 +58,7 @@ def test_new_and_changed_files_are_copied(run: RunPaths) -> None:
 
 
 def test_files_of_ray_stay_on_this_machine(run: RunPaths) -> None:
-    folder = Path(run.ray_storage)
+    folder = run.local / "ray"
     assert folder.parent == run.local
     (folder / "slots").mkdir(parents=True)
     (folder / "slots" / "tuner.pkl").touch()

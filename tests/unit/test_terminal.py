@@ -42,25 +42,6 @@ def test_each_note_and_each_epoch_is_one_line() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("epoch", "train_s", "left"),
-    [
-        (3, 9.0, "about 100 s left"),
-        (3, 89.0, "about 8 min left"),
-        (3, 7989.0, "about 11.1 h left"),
-        (1, 9.0, "about 70 s left"),  # the search is of the first epoch only
-        (8, 9.0, None),
-    ],
-)
-def test_a_line_says_how_long_the_other_epochs_take(
-    epoch: int, train_s: float, left: str | None
-) -> None:
-    """Without the start of the run, which is a part of the first epoch's duration."""
-    timings_s = {"main_train_s": train_s, "evaluate_s": 1.0, "pretrain_s": 10.0}
-    text = epoch_text(record(epoch=epoch, duration_s=9000.0, timings_s=timings_s))
-    assert text.endswith(left or "9000.0 s")
-
-
 def test_the_bar_shows_phase_and_percentage_below_the_lines() -> None:
     console, out = colored_console()
     with Bar(console) as terminal:

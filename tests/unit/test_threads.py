@@ -31,8 +31,6 @@ def test_the_users_number_of_threads_wins(
         ({"cpu.max": "max 100000\n"}, 64),
         ({"cpu.max": "350000 100000\n"}, 3),
         ({"cpu.max": "50000 100000\n"}, 1),
-        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 64),
-        ({"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2),
         ({"cpu.max": "9900000 100000\n"}, 64),
     ],
 )

@@ -28,8 +28,6 @@ from raytrain_opt.results import Probe
 from raytrain_opt.search.batch_size.strategy import BatchSizeChoice, ProbeRequest, SizeBounds
 
 _MAX_STEP = 10
-# Converged when the size, or the improvement, changed by at most this since the last test.
-_CONVERGED_SAMPLES, _CONVERGED_FRACTION = 5, 0.05
 
 
 class _Published(ABC):
@@ -38,34 +36,42 @@ class _Published(ABC):
     section: GpuUsageMaximizeSearch | EpochTimeMinimizeSearch
     bounds: SizeBounds
     weighs_checks = False  # loops are counted
+    threshold: float  # converged when the measure changed by at most this since the last test
 
     def propose(self, history: Sequence[Probe]) -> ProbeRequest | BatchSizeChoice:
         """Propose or choose a size. Raises ResourcesError: nothing fits, or no utilization."""
         request = self.bounds.request_first_fit(history, self.section.initial)
         if request is not None:
             return request
-        loops = self.bounds.fitting(history)
-        last = history[-1].batch_size
-        if last > self.bounds.largest_open(history):
+        loops, largest = self.bounds.fitting(history), self.bounds.largest_open(history)
+        size, last = loops[-1].batch_size, history[-1].batch_size
+        if last > largest:
             reason = f"the largest measured size that fits: {last} does not"
             return BatchSizeChoice(max(loop.batch_size for loop in loops), reason)
         loop, every = len(loops) - 1, self.section.test_every
         if loop % every == 0 and loop >= 2 * every:
-            converged = self._converged(loops, loops[:-every])
-            if converged:
-                return BatchSizeChoice(loops[-1].batch_size, f"converged: {converged}")
+            change = abs(self._measure(loops) - self._measure(loops[:-every]))
+            if change <= self.threshold:
+                reason = f"converged, {change:.2g} from the last test: {self._summary(loops)}"
+                return BatchSizeChoice(size, reason)
         if len(history) >= self.section.max_loops:
-            reason = f"stopped after max_loops = {self.section.max_loops}"
-            return BatchSizeChoice(loops[-1].batch_size, reason)
-        return self._next(loops, self.bounds.largest_open(history))
+            return BatchSizeChoice(size, f"stopped after max_loops = {self.section.max_loops}")
+        following = min(max(1, size + self._step(loops)), largest)
+        if following == size:
+            return BatchSizeChoice(size, f"the size is at its bound: {self._summary(loops)}")
+        return ProbeRequest(following, self._summary(loops))
 
     @abstractmethod
-    def _converged(self, loops: Sequence[Probe], at_last_test: Sequence[Probe]) -> str:
-        """Return why the search has converged; empty if it has not."""
+    def _measure(self, loops: Sequence[Probe]) -> float:
+        """Return what converges."""
 
     @abstractmethod
-    def _next(self, loops: Sequence[Probe], largest: int) -> ProbeRequest | BatchSizeChoice:
-        """Return the next size to measure, or the choice; `largest`: allowed."""
+    def _step(self, loops: Sequence[Probe]) -> int:
+        """Return the next change of the size."""
+
+    @abstractmethod
+    def _summary(self, loops: Sequence[Probe]) -> str:
+        """Describe the last loop."""
 
 
 @dataclass(frozen=True)
@@ -74,25 +80,23 @@ class GpuUsageMaximize(_Published):
 
     section: GpuUsageMaximizeSearch
     bounds: SizeBounds
+    threshold = 5
 
-    def _converged(self, loops: Sequence[Probe], at_last_test: Sequence[Probe]) -> str:
-        change = abs(loops[-1].batch_size - at_last_test[-1].batch_size)
-        if change > _CONVERGED_SAMPLES:
-            return ""
-        return f"changed by {change} since the last test"
+    def _measure(self, loops: Sequence[Probe]) -> float:
+        return loops[-1].batch_size
 
-    def _next(self, loops: Sequence[Probe], largest: int) -> ProbeRequest | BatchSizeChoice:
-        last, step, growing = loops[-1], 1, True
+    def _step(self, loops: Sequence[Probe]) -> int:
+        step, growing = 1, True
         for loop in loops:
             grows = self._is_below_target(loop)
-            step = max(1, step // 2) if growing and not grows else _increase(step)
+            step = max(1, step // 2) if growing and not grows else min(step + 1, _MAX_STEP)
             growing = grows
-        size = min(max(1, last.batch_size + (step if growing else -step)), largest)
-        side = "below" if growing else "not below"
-        reason = f"utilization {last.utilization_pct:.1f} %, {side} {self.section.target_pct:g} %"
-        if size == last.batch_size:
-            return BatchSizeChoice(size, f"{reason}, but the size is at its bound")
-        return ProbeRequest(size, reason)
+        return step if growing else -step
+
+    def _summary(self, loops: Sequence[Probe]) -> str:
+        side = "below" if self._is_below_target(loops[-1]) else "not below"
+        target = self.section.target_pct
+        return f"utilization {loops[-1].utilization_pct:.1f} %, {side} {target:g} %"
 
     def _is_below_target(self, loop: Probe) -> bool:
         if math.isnan(loop.utilization_pct):
@@ -111,28 +115,16 @@ class EpochTimeMinimize(_Published):
 
     section: EpochTimeMinimizeSearch
     bounds: SizeBounds
+    threshold = 0.05
 
-    def _converged(self, loops: Sequence[Probe], at_last_test: Sequence[Probe]) -> str:
-        change = abs(self._improvement(loops) - self._improvement(at_last_test))
-        if change > _CONVERGED_FRACTION:
-            return ""
-        return f"{self._summary(loops)}, {100 * change:.1f} % from the last test"
-
-    def _next(self, loops: Sequence[Probe], largest: int) -> ProbeRequest | BatchSizeChoice:
-        size, summary = loops[-1].batch_size, self._summary(loops)
-        if size >= largest:
-            return BatchSizeChoice(size, f"the largest size allowed: {summary}")
-        return ProbeRequest(min(size + min(1 + len(loops), _MAX_STEP), largest), summary)
-
-    def _summary(self, loops: Sequence[Probe]) -> str:
-        epoch_s = self.bounds.epoch_samples / loops[-1].samples_per_s
-        ratio, first = self._improvement(loops), loops[0].batch_size
-        return f"an epoch takes {epoch_s:.4g} s, {100 * ratio:.1f} % less than at {first}"
-
-    def _improvement(self, loops: Sequence[Probe]) -> float:
+    def _measure(self, loops: Sequence[Probe]) -> float:
         """Return 1 - time of an epoch / time of an epoch at the first loop."""
         return 1 - loops[0].samples_per_s / loops[-1].samples_per_s
 
+    def _step(self, loops: Sequence[Probe]) -> int:
+        return min(1 + len(loops), _MAX_STEP)
 
-def _increase(step: int) -> int:
-    return min(step + 1, _MAX_STEP)
+    def _summary(self, loops: Sequence[Probe]) -> str:
+        epoch_s = self.bounds.epoch_samples / loops[-1].samples_per_s
+        ratio, first = self._measure(loops), loops[0].batch_size
+        return f"an epoch takes {epoch_s:.4g} s, {100 * ratio:.1f} % less than at {first}"

@@ -59,7 +59,7 @@ def fail() -> None:
 def wait_for_groups(tree: ActorTree, limit_s: float = 120) -> None:
     """Until the tree holds a placement group."""
     deadline_s = time.monotonic() + limit_s
-    while not tree.groups():
+    while tree.alive() and not tree.groups():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
 

@@ -12,6 +12,7 @@ from raytrain_opt.async_training.main_training import add_parts
 from raytrain_opt.async_training.weight_shard import advance_buffers
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.results import EvalTotals
+from raytrain_opt.train.batch_norm import collect_buffers
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from tests.support.small_jobs import small_job
@@ -29,7 +30,7 @@ def test_a_worker_counts_by_its_fraction_and_counts_advance_by_the_updates(
         learner.begin_micro_batches(1, 2)
         for batch in learner.micro_batches_at(indices):
             learner.add_gradient(batch, (0, 0))
-        workers.append(learner.buffers(len(indices)))
+        workers.append(collect_buffers(learner.model, len(indices)))
     buffers = advance_buffers(start, workers, updates=7)
     assert buffers.keys() == dict(learner.model.named_buffers()).keys()
     for name, tensor in buffers.items():

@@ -113,8 +113,8 @@ MISMATCHES = [
     ),
     ("data: {name: digits, normalize: [[0, 0], [1, 1]]}", "data.normalize", "for 1 channels"),
     ("data: {name: mnist, root: damaged}", "data.name", "is missing or damaged"),
-    ("model: vgg16_bn", "model.name", "needs at least 32x32 pixels"),
-    ("model: resnet18", "model.name", "takes color images [3, height, width]"),
+    ("model: vgg16_bn", "model", "Output size is too small. Choose another model.name"),
+    ("model: resnet18", "model.name", "takes images [3, height, width]"),
     ("model: {name: 'tests.support.broken_parts:linear', args: {outputs: 9}}", "model", "[2, 10]"),
     (
         "model: 'tests.support.broken_parts:breaks'",
@@ -132,7 +132,7 @@ MISMATCHES = [
     (
         "data: 'tests.support.broken_parts:without_classes'",
         "data.num_classes",
-        "give the Dataset one of them, or the job data.num_classes",
+        "give the job data.num_classes",
     ),
     (
         f"model: 'tests.support.broken_parts:two_outputs'\n{SETS}points'}}",

@@ -123,7 +123,7 @@ def shards_section(root: Path) -> dict[str, Any]:
 CASES: dict[str, tuple[Change, Callable[[Path], dict[str, Any]], Change, str]] = {
     "class renamed": (
         nothing, folder_section, lambda root: rename(root, "cat", "zebra"),
-        r"data\.root: changed since the checkpoint: class cat is gone, class zebra is new; put",
+        r"data: changed since the checkpoint: class cat is gone, class zebra is new; put",
     ),
     "classes exchanged": (
         nothing, folder_section,
@@ -141,21 +141,21 @@ CASES: dict[str, tuple[Change, Callable[[Path], dict[str, Any]], Change, str]] =
     "contents exchanged": (equal_sizes, folder_section, exchange_contents, "samples, "),
     "contents in shards exchanged": (
         lambda root: pack(root, equal_sizes), shards_section,
-        lambda root: pack(root, exchange_contents), r"data\.train: .*samples, ",
+        lambda root: pack(root, exchange_contents), "samples, ",
     ),
     "array value": (
-        write_arrays, arrays_section, lambda root: write_arrays(root, 1), r"data\.train: .*sam",
+        write_arrays, arrays_section, lambda root: write_arrays(root, 1), "samples, ",
     ),
     "dataset order": (
         lambda root: write_targets(root, ALL), dataset_section,
-        lambda root: write_targets(root, ALL[::-1]), r"data\.name: .*their order",
+        lambda root: write_targets(root, ALL[::-1]), "their order",
     ),
     "dataset classes": (
         lambda root: write_targets(root, ALL), dataset_section,
-        lambda root: write_targets(root, ALL, "b a"), "the classes have another order",
+        lambda root: write_targets(root, ALL, "b a"), "their order",
     ),
     "shard": (
-        pack, shards_section, lambda root: pack(root, swap), r"data\.train: .*their labels",
+        pack, shards_section, lambda root: pack(root, swap), "their labels",
     ),
 }  # fmt: skip
 
@@ -168,13 +168,12 @@ def test_data_that_changed_are_refused_with_what_changed(image_tree: Path, case:
     for split in ("train", "val"):
         shutil.move(image_tree / split, root / split)
     make(root)
-    job = small_job(Path(), data=section(root))
     info = read(section(root))
     saved = DataFingerprint.of(info)
-    saved.require_same(job.data, read(section(root)))
+    saved.require_same(read(section(root)))
     change(root)
     with pytest.raises(DataError, match=message):
-        saved.require_same(job.data, read(section(root)))
+        saved.require_same(read(section(root)))
 
 
 def test_the_same_files_elsewhere_are_the_same_data(image_tree: Path) -> None:

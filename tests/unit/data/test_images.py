@@ -179,13 +179,13 @@ JPEG, PNG = encoded(smooth_image(80, 60)), encoded(smooth_image(80, 60), "PNG")
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"", "the file is empty"),
+        (b"", "it is not an image"),
         (b"<html>not found</html>", "it is not an image"),
         (bytes(1000), "it is not an image"),
         (EPS, "it is not an image"),
         (encoded(smooth_image(9, 9), "GIF"), "it is not an image"),
-        *[(JPEG[:size], "the file ends within its header") for size in (2, 3, 20, 100, 300)],
-        *[(PNG[:size], "the file ends within its header") for size in (4, 8, 20)],
+        *[(JPEG[:size], "cut off within its header") for size in (2, 3, 20, 100, 300)],
+        *[(PNG[:size], "cut off within its header") for size in (4, 8, 20)],
         (PNG[:200], "truncated|broken"),
         (JPEG[:-200], "truncated"),
     ],
@@ -201,20 +201,18 @@ def test_the_reason_says_what_is_wrong_with_the_file(content: bytes, reason: str
 @pytest.mark.parametrize(
     ("kind", "options", "limit"),
     [
-        *[(kind, {}, "1,000") for kind in ("PNG", "TIFF", "BMP")],
-        ("WEBP", {}, "500"),
-        ("JPEG", {"progressive": True}, "1,000"),
+        *[(kind, {}, "1,000") for kind in ("PNG", "TIFF", "BMP", "WEBP")],
         ("JPEG", {}, "2,000"),
     ],
 )
 def test_an_image_that_would_fill_the_memory_is_not_decoded(
     kind: str, options: Any, limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """JPEGs that are decoded line by line may be larger."""
+    """JPEGs, which are decoded line by line, may be larger."""
     content = encoded(smooth_image(80, 60), kind, **options)
     assert images.random_crop(content, 48).shape == (48, 48, 3)
     monkeypatch.setattr(images, "_MAX_PIXELS", 1000)
-    monkeypatch.setattr(images, "_MAX_BASELINE_PIXELS", 2000)
+    monkeypatch.setattr(images, "_MAX_JPEG_PIXELS", 2000)
     with pytest.raises(images.ImageError, match=f"4,800 pixels, more than {limit}"):
         images.random_crop(content, 48)
 

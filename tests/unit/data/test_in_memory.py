@@ -63,7 +63,7 @@ def test_a_balanced_epoch_of_arrays() -> None:
 @pytest.mark.parametrize(("section", "field"), [(CIFAR, "data.name"), (FILES, "data.train.1")])
 def test_a_class_without_training_samples_is_an_error(section: Any, field: str) -> None:
     arrays = replace(numbered_images(), num_classes=60, field=field)
-    with pytest.raises(DataError, match=rf"{field}: .* 7 of its 60 classes: 53, 54, .*, …"):
+    with pytest.raises(DataError, match=rf"{field}: .* class 53, 54, .* of its 60 classes"):
         open_arrays(section, arrays)
 
 

@@ -406,7 +406,7 @@ def test_of_batches_without_readable_samples_those_of_an_evaluation_are_passed_o
     with open_section(section) as data:
         assert [b.y.tolist() for b in data.eval_batches("test", 0, 1, 3)] == [[1, 1, 1]]
         indices = ((step, 0) for step in range(20))
-        with pytest.raises(DataError, match=r"no sample of a micro-batch of step .*\.png"):
+        with pytest.raises(DataError, match=r"no sample of a batch .*\.png"):
             list(data.train_batches(0, indices, 1, 1))
         shutil.rmtree(image_tree / "val")
         with pytest.raises(DataError, match="no sample of .* can be read"):
@@ -504,8 +504,11 @@ def test_files_are_found_from_any_folder(
         ("file,label,split\nval/cat/0.png,tom,train\n", "has no file of split test"),
         (f"file,label,split\n{ROWS}val/cat/0.png\n", "line 5 has 1 values, but .* 3 columns"),
         (f"file,label,split\n{ROWS}\udce9.png,tom,train\n", "line 5 is not UTF-8 text"),
-        ("", "is empty"),
-        (f"file,label,split,label\n{ROWS}", "has several columns label"),
+        ("", "must name its columns in the first line, each once"),
+        (
+            f"file,label,split,label\n{ROWS}",
+            "must name its columns .*once, not .*split",
+        ),
         (f'file,label,split\n"{ROWS}', "line 2 begins a quote that never ends"),
         (f'file,label,split\n{ROWS}"val/cat/0.png"1,tom,test\n', "line 5 begins a quote that"),
         (f"file,label,split\n{ROWS}../x.png,tom,train\n", r"line 5: \.\./x.png is not below"),
@@ -655,7 +658,7 @@ def test_batches_of_a_task_have_the_nesting_of_its_samples(workers: int) -> None
     assert batch.x["a"].left.tolist() == [[1, 1]]
     number, inner = batch.x["a"].right
     assert (number, inner.left, inner.right) == (1, 2, (3,))
-    assert data.info.example["a"].right[1].left == 2
+    assert data.source.example["a"].right[1].left == 2
 
 
 @pytest.mark.parametrize(
@@ -717,7 +720,7 @@ GOOD = (torch.zeros(2), 0)
             dataset_section(lambda: (Endless(), Fixed(GOOD))),
             "the train set of .* is an IterableDataset, .*wrap list",
         ),
-        (dataset_section(lambda: (Fixed(GOOD), Fixed())), "the test set of .* is empty"),
+        (dataset_section(lambda: (Fixed(GOOD), Fixed())), "the test set of .*, and not empty"),
         (
             dataset_section(failing),
             r"raised KeyError: 'weather' \(at .*test_loader\.py:\d+ in failing\)",
@@ -728,7 +731,7 @@ GOOD = (torch.zeros(2), 0)
             r"sample 0 of the train set of .*must be a pair \(x, label\), not int",
         ),
         (samples_section((Image.new("L", (2, 2)), 0)), r"x is PIL\.Image\.Image.*PILToTensor"),
-        (samples_section((torch.zeros(2), "cat")), "its label is 'cat' .*integer class index"),
+        (samples_section((torch.zeros(2), "cat")), "its label is 'cat' .*integer below"),
         (
             dataset_section(args={"train_broken": [0]}),
             "sample 0 of the train .*disk block 0 is bad",
@@ -745,8 +748,11 @@ def test_wrong_datasets_are_errors_when_opened(section: DatasetData, message: st
 @pytest.mark.parametrize(
     ("sample", "message"),
     [
-        ((torch.zeros(2), 3), "sample 1 of the test .*label is 3, outside 0 to 2"),
-        ((torch.zeros(2), -1), "label is -1, outside 0 to 2"),
+        (
+            (torch.zeros(2), 3),
+            "sample 1 of the test .*label is 3 .* integer below 3",
+        ),
+        ((torch.zeros(2), -1), "label is -1 .int.; it must be an integer below 3"),
         ((torch.zeros(3), 0), r"it is \(torch.float32 \[3\], int\) but .*first .*float32 \[2\]"),
     ],
 )

@@ -80,7 +80,7 @@ def test_wrong_micro_batches_are_errors(number: int, num_micro_batches: int) -> 
 
 @pytest.mark.parametrize("step", [-1, 6])
 def test_steps_outside_the_epoch_are_errors(step: int) -> None:
-    with pytest.raises(ValueError, match=f"step {step} of an epoch of 6 steps"):
+    with pytest.raises(ValueError, match=f"in step {step} of an epoch of"):
         sampling.micro_batch(np.arange(43), step, 0, 2, 8)
 
 

@@ -156,7 +156,7 @@ def test_a_resume_with_other_data_is_refused_and_changes_nothing(tmp_path: Path)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("[!.]*")}
     np.save(files[1], y[::-1])
     longer = job.model_copy(update={"epochs": 3})
-    with pytest.raises(DataError, match=r"data\.train: changed since the checkpoint: .*order"):
+    with pytest.raises(DataError, match=r"data: changed since the checkpoint: .*order"):
         run(longer, in_process=True, resume=first.run_dir)
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("[!.]*")} == before
     np.save(files[1], y)

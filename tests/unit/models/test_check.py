@@ -36,7 +36,6 @@ def test_valid_names_have_no_problem(name: str) -> None:
         ("resnet8", {"num_classes": 7}, "model.args.num_classes", "comes from the data"),
         ("squeezenet1_1", {"pretrained": True}, "model.args.pretrained", "write model.weights"),
         ("resnet18", {"weights": "DEFAULT"}, "model.args.weights", "write model.weights"),
-        ("googlenet", {"aux_logits": True}, "model.args.aux_logits", "must be false"),
         (user_model, {"depth": 2, "widht": 8}, "model.args.widht", "did you mean 'width'"),
         (user_model, {}, "model.args.depth", "required"),
         ("no_such_module_of_mine:net", {}, "model.name", "cannot be imported"),

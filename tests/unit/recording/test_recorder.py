@@ -104,7 +104,7 @@ def test_numbers_that_are_not_finite_are_written_as_null(
         ),
         1,
     )
-    recorder.round(round_(1, -INF, 0.5), 0)
+    recorder.add(round_(1, -INF, 0.5))
     write_record(paths.local, result(startup_s={"a": INF, "b": 1.0}))
     [line] = lines(paths.local / "epochs.jsonl")
     assert (line["train_loss"], line["test_metrics"]["loss"]) == (None, None)
@@ -119,7 +119,7 @@ def test_numbers_that_are_not_finite_are_written_as_null(
 def test_a_record_is_read_back_as_it_was_written(recorder: Recorder, paths: RunPaths) -> None:
     """Also with a line separator of Unicode in a text, which is no end of a line in JSON."""
     written = round_(1, 0.5, 0.25, reason="one\u2028two")
-    recorder.round(written, 0)
+    recorder.add(written)
     assert read_lines(str(paths.local), RoundRecord) == [written]
     recorder.truncate_after(1, 0)
     assert read_lines(str(paths.local), RoundRecord) == [written]
@@ -131,8 +131,8 @@ def test_lines_after_the_last_checkpoint_are_removed(
 ) -> None:
     """Also in the middle of an epoch: each has two rounds here."""
     for number in (1, 2, 3):
-        recorder.round(round_(number, 0.1), 0)
-        recorder.round(round_(number, 0.2), 0)
+        recorder.add(round_(number, 0.1))
+        recorder.add(round_(number, 0.2))
         add_epoch(recorder, number)
     before = lines(paths.local / "rounds.jsonl")
     recorder.truncate_after(rounds, epochs)
@@ -179,7 +179,7 @@ def test_records_are_looked_at_before_one_is_changed(
     recorder: Recorder, paths: RunPaths, name: str, content: str, words: str
 ) -> None:
     for number in (1, 2, 3):
-        recorder.round(round_(number, 0.1), 0)
+        recorder.add(round_(number, 0.1))
         add_epoch(recorder, number)
         recorder.add(Event(kind="lost", text="slot 1", time_s=number))
     path = paths.local / f"{name}.jsonl"
@@ -192,12 +192,9 @@ def test_records_are_looked_at_before_one_is_changed(
 
 
 def test_tensorboard_reads_the_scalars(recorder: Recorder, paths: RunPaths) -> None:
-    recorder.round(round_(2, 0.25, -INF), 10)
     recorder.epoch(epoch(2, test_metrics={"accuracy": 0.5, "top5": None}), 20)
     recorder.close()
     scalars = read_scalars(paths.tensorboard)
-    assert scalars["round/candidate_0/score"] == (10, 0.25)
-    assert "round/candidate_1/score" not in scalars
     assert scalars["epoch/train_loss"] == (20, 0.5)
     assert scalars["epoch/samples_per_s"] == (20, 960.0)
     assert scalars["epoch/test_accuracy"] == (20, 0.5)
@@ -205,15 +202,12 @@ def test_tensorboard_reads_the_scalars(recorder: Recorder, paths: RunPaths) -> N
 
 
 def test_scalars_are_readable_while_the_run_continues(recorder: Recorder, paths: RunPaths) -> None:
-    recorder.round(round_(2, 0.25, next_base_lr=0.2), 10)
     recorder.epoch(epoch(2), 20)
     deadline_s = time.monotonic() + 60
     scalars = read_scalars(paths.tensorboard)
     while "epoch/train_loss" not in scalars and time.monotonic() < deadline_s:
         time.sleep(0.1)
         scalars = read_scalars(paths.tensorboard)
-    assert scalars["round/candidate_0/val_loss"] == (10, 1.0)
-    assert scalars["round/next_base_lr"] == (10, pytest.approx(0.2))
     assert scalars["epoch/train_loss"] == (20, 0.5)
 
 

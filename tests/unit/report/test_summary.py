@@ -44,7 +44,7 @@ def test_the_main_numbers_and_the_cost_of_the_search_are_stated(run_dir: Path) -
         "Time": ["41.0 s", "since the start of the command"],
         "Speed": ["960 /s", "samples, median over epochs"],
         "Global batch size": ["64", "2 workers × 32"],
-        "Learning rate": ["0.1 – 0.12", "lowest – highest"],
+        "Learning rate": ["0.2", "highest"],
         "Search cost": ["75 %", "of the training's samples"],
     }
     assert text_of(run_dir).startswith(
@@ -100,9 +100,9 @@ def interrupted(*lines: dict[str, Any]) -> Callable[[Path], None]:
     return change
 
 
-def with_candidate(status: str) -> dict[str, Any]:
+def with_failure(failure: str) -> dict[str, Any]:
     line = round_line(1)
-    line["candidates"][0] |= {"status": status, "score": None, "val_metric": None}
+    line["candidates"][0] |= {"status": "diverged", "score": None, "failure": failure}
     return line
 
 
@@ -114,7 +114,7 @@ RESTARTED = event_line("restarted", "slot 1 was restarted", process="slot 1", si
     ("change", "message"),
     [
         (epochs(timings_s=SLOW), "for data in 25 % of the main training's time"),
-        (rounds([with_candidate("diverged")]), "1 candidate of 3 diverged"),
+        (rounds([with_failure("ValueError: x")]), "1 candidate raised ValueError: x"),
         (
             rounds([round_line(1, stage="coarse", winner=None, next_base_lr=0.2)]),
             "The peak learning rate, 0.2, is at the edge of the rates that were tried (0.05 to",

@@ -210,15 +210,11 @@ def test_utilization_is_sampled_as_long_as_the_strategy_needs() -> None:
         memory_reserve=0.0,
     )
     probe = measure(probed(), 8, section, sampler())
-    assert probe.utilization_samples >= 3
     assert probe.utilization_pct > probe.utilization_mean_pct
 
 
-def test_the_check_takes_more_steps_and_evaluates() -> None:
-    evaluated: list[int] = []
-    training = probed(evaluate=evaluated.append)
-    assert measure(training, 8, SECTION, sampler(), steps_factor=3).steps >= 3 * 5
-    assert evaluated == [8]
+def test_the_check_takes_more_steps() -> None:
+    assert measure(probed(), 8, SECTION, sampler(), steps_factor=3).steps >= 3 * 5
 
 
 def test_the_error_of_few_steps_is_between_the_prior_and_their_own_and_of_many_their_own() -> None:

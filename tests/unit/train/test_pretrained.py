@@ -134,9 +134,9 @@ def test_only_a_head_for_other_classes_may_differ() -> None:
     assert set(fit_pretrained(linear(5), linear(5), 5)) == {"body", "head.weight"}
     assert set(fit_pretrained(linear(5), linear(10), 5)) == {"body"}
     own = linear(5, new=torch.ones(1))
-    with pytest.raises(JobError, match=r"1 tensors are missing in the weights: new") as caught:
+    with pytest.raises(JobError, match=r"tensors are missing in the weights: 1 .new.") as caught:
         fit_pretrained(own, linear(10, old=torch.ones(1)), 5)
-    assert "1 tensors are not in this network: old" in str(caught.value)
+    assert "tensors are not in this network: 1 (old)" in str(caught.value)
     for other in (linear(10) | {"head.weight": torch.ones(10, 3)}, linear(10, body=torch.ones(5))):
         with pytest.raises(JobError, match="have another shape"):
             fit_pretrained(linear(5), other, 5)
@@ -163,7 +163,7 @@ def test_weights_of_other_tools_fit(tmp_path: Path, key: str | None, prefix: str
     [
         (
             lambda tensor: (10 * tensor).to(torch.int8),
-            "1 tensors hold no finite numbers, or quantized ones: weight",
+            "tensors hold no finite numbers, or quantized ones: 1 .weight",
         ),
         (lambda tensor: tensor.to(torch.complex64), "hold no finite numbers"),
         (lambda tensor: tensor / 0, "hold no finite numbers"),

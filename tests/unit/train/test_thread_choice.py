@@ -12,7 +12,7 @@ from raytrain_opt.config.schema import LossSection
 from raytrain_opt.data.base import Batch
 from raytrain_opt.train import thread_choice
 from raytrain_opt.train.task import Classification
-from raytrain_opt.train.thread_choice import StepTimer, fewest_fast_threads
+from raytrain_opt.train.thread_choice import fewest_fast_threads, time_threads
 
 
 class Clock:
@@ -84,7 +84,7 @@ def test_steps_on_trial_have_the_batch_size_and_change_nothing() -> None:
     before = {name: value.clone() for name, value in net.state_dict().items()}
     random_state = torch.get_rng_state()
     samples = Batch(torch.randn(2, 8, generator=torch.Generator()), torch.tensor([0, 1]))
-    threads = StepTimer(Classification(LossSection()), net, samples, "bf16")(5, 1)
+    threads = time_threads(Classification(LossSection()), net, samples, "bf16", 5, 1)
     assert threads == 1
     assert net.sizes == {5}
     assert not net.training

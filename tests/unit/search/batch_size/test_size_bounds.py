@@ -102,7 +102,7 @@ def test_a_training_with_a_time_limit_takes_enough_steps(
     section: Any = ThroughputKneeSearch(strategy="throughput_knee", tolerance=0.001)
     if name == "epoch_time_minimize":
         section = EpochTimeMinimizeSearch(strategy=name)
-        monkeypatch.setattr(published, "_CONVERGED_FRACTION", 1e-6)
+        monkeypatch.setattr(published.EpochTimeMinimize, "threshold", 1e-6)
     # Larger batches are a little faster per sample.
     curve = Curve(half=1.0, peak_samples_per_s=1010.0)
     bounds = SizeBounds(4096, 50_000, own, max_step_s=0.1)
