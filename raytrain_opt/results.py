@@ -208,10 +208,8 @@ class BufferUpdates:
 
 @dataclass(frozen=True)
 class AsyncWorkerMetrics:
-    """One worker's asynchronous phase: its time in all and by part, and the buffers it has."""
+    """One worker's asynchronous phase: its seconds in all (`compute_s`), by part, and buffers."""
 
-    duration_s: float
-    data_wait_s: float
     timings_s: dict[str, float]
     buffers: BufferUpdates
 
@@ -221,7 +219,8 @@ class Probe:
     """One measurement of training at one batch size per worker."""
 
     batch_size: int
-    status: Literal["ok", "out_of_memory"]  # also with less than the memory reserve left
+    # Out of memory: also with less than the memory reserve left. Died: the process that measured.
+    status: Literal["ok", "out_of_memory", "died"]
     samples_per_s: float = math.nan
     samples_per_s_error: float = math.nan  # standard error
     steps: int = 0
@@ -230,7 +229,8 @@ class Probe:
     utilization_pct: float = math.nan  # mean of the top half of the samples
     utilization_mean_pct: float = math.nan  # of all
     peak_memory_mib: float = math.nan
-    why: str = ""  # memory ran out
+    why: str = ""  # memory ran out, or the process died
+    pid: int | None = None  # process that measured
 
     @property
     def fits(self) -> bool:

@@ -1,14 +1,9 @@
-"""The parameter server as Ray actors: one coordinator, and shards that hold the weights.
+"""The parameter server as Ray actors, and the program of the workers. Imports no torch.
 
-At the end the program of the workers, which the driver hands to Ray Train.
-
-The pure parts are `scheduler` and `weight_shard`; this is who talks to whom. Workers claim
-micro-batches from the coordinator, pull weights from all shards, push gradients to all shards,
-which apply them at once, and report to the coordinator. Coordinator and shards know the phase that
-a message is about. A shard that died is another one, which knows no phase: it answers None, then
-the phase is aborted, and the driver repeats it.
-
-Importing this imports no torch: only the shards' processes load it.
+Workers claim micro-batches from the coordinator, pull weights from all shards, push gradients to
+all shards and report to the coordinator. Each message says which phase it is about. The actor in
+the place of a shard that died knows no phase: it answers None, then the phase is aborted, and the
+driver repeats it.
 """
 
 from __future__ import annotations
@@ -34,7 +29,6 @@ from raytrain_opt.train.learner_config import LearnerConfig
 if TYPE_CHECKING:
     from ray.train import TrainContext
 
-    from raytrain_opt.async_training.weight_shard import WeightShard
     from raytrain_opt.pools.resident import Group, Handler
     from raytrain_opt.train.state import TrainingState
 
@@ -134,9 +128,22 @@ class WeightShardActor:
     """One shard as an actor. It answers None about a phase that it did not begin."""
 
     def __init__(self, config: LearnerConfig, info: DataInfo, index: int, count: int) -> None:
-        self._config = config
-        self._shard = _build(config, info, index, count)
-        self._phase = ""
+        import torch
+
+        from raytrain_opt.async_training.weight_shard import WeightShard
+        from raytrain_opt.models import build_model
+
+        torch.set_num_threads(1)
+        model = build_model(
+            config.model,
+            num_classes=info.num_classes,
+            sample_shape=info.sample_shape,
+            seed=config.seed,
+            channels_last=config.channels_last,
+        )
+        updates = info.steps_per_epoch(config.global_batch_size) * config.worker_count
+        self._shard = WeightShard(config.optimizers[0], model, index, count, updates)
+        self._config, self._phase = config, ""
         self._published: tuple[int, list[Any]] | None = None
 
     def load(self, phase: EpochPhase, boxed_state: list[Any]) -> None:
@@ -166,24 +173,6 @@ class WeightShardActor:
 
     def collect(self, phase: str) -> TrainingState | None:
         return self._shard.state() if phase == self._phase else None
-
-
-def _build(config: LearnerConfig, info: DataInfo, index: int, count: int) -> WeightShard:
-    import torch
-
-    from raytrain_opt.async_training.weight_shard import WeightShard
-    from raytrain_opt.models import build_model
-
-    torch.set_num_threads(1)
-    model = build_model(
-        config.model,
-        num_classes=info.num_classes,
-        sample_shape=info.sample_shape,
-        seed=config.seed,
-        channels_last=config.channels_last,
-    )
-    updates = info.steps_per_epoch(config.global_batch_size) * config.worker_count
-    return WeightShard(config.optimizers[0], model, index, count, updates)
 
 
 @dataclass(frozen=True)

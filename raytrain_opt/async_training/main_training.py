@@ -20,7 +20,6 @@ from raytrain_opt.errors import PoolError
 from raytrain_opt.pools.commands import Evaluate, MainTrain, Progress, StateRef
 from raytrain_opt.pools.protocol import IsDue, TrainingOutcome, slowest
 from raytrain_opt.pools.ray_pool import RayPool
-from raytrain_opt.pools.state_store import RayStateStore
 from raytrain_opt.recording.records import StalenessRecord
 from raytrain_opt.results import AsyncWorkerMetrics, EvalTotals, Predictions, Split, TrainTotals
 from raytrain_opt.train.learner_config import LearnerConfig
@@ -40,11 +39,10 @@ class AsynchronousTraining:
         config: LearnerConfig,
         timeouts: TimeoutsSection,
         workers: RayPool,
-        states: RayStateStore,
         server: ServerHandles,
     ) -> None:
         self._config, self._timeouts = config, timeouts
-        self._workers, self._states, self._server = workers, states, server
+        self._workers, self._states, self._server = workers, workers.states, server
 
     def train(self, command: MainTrain, *, is_due: IsDue = lambda: False) -> TrainingOutcome:
         """As `MainTraining.train`; all workers wait for the end of the last step."""
@@ -62,22 +60,11 @@ class AsynchronousTraining:
             buffers = advance_buffers(start, [m.buffers for m in metrics], totals.steps)
             state_id = f"{phase.epoch}.{phase.steps.first + totals.steps}"
             state = self._states.put(state_id, assemble_state(start, parts, buffers))
-        timings_s = slowest(
-            {**w.timings_s, "compute_s": w.duration_s, "data_wait_s": w.data_wait_s}
-            for w in metrics
-        )
-        totals = replace(
-            totals,
-            duration_s=timings_s["compute_s"],
-            data_wait_s=timings_s["data_wait_s"],
-        )
-        return TrainingOutcome(
-            state,
-            totals,
-            {**timings_s, **stopwatch.timings_s},
-            len(metrics),
-            staleness,
-        )
+        timings_s = slowest(m.timings_s for m in metrics)
+        duration_s, data_wait_s = timings_s["compute_s"], timings_s["data_wait_s"]
+        totals = replace(totals, duration_s=duration_s, data_wait_s=data_wait_s)
+        timings_s |= stopwatch.timings_s
+        return TrainingOutcome(state, totals, timings_s, len(metrics), staleness)
 
     def evaluate(self, state: StateRef, split: Split = "test") -> EvalTotals:
         """Evaluate on the split; when a worker dies, the others start again."""

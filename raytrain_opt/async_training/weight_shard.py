@@ -104,9 +104,9 @@ WireArray = npt.NDArray[np.uint8]
 
 
 def split_parameters(model: nn.Module, shards: int) -> list[list[nn.Parameter]]:
-    """Split the parameters into `shards` parts of about equal size, the same in every process.
+    """Split the parameters into parts of about equal size, the same in every process.
 
-    Raises JobError when the parameters are not all of one type.
+    Raises JobError when they are not all of one type.
     """
     parameters = list(model.parameters())
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
@@ -161,10 +161,9 @@ class Weights:
 
 
 class WeightShard:
-    """One part of the weights: applies gradients as they arrive, gives weights.
+    """Part `index` of `split_parameters`: applies gradients as they arrive, gives weights.
 
-    It is built from a complete model, whose other parameters are then emptied: without a gradient,
-    optimizers skip them.
+    The model belongs to it; its other parameters are emptied, and optimizers skip them.
     """
 
     def __init__(
@@ -175,7 +174,6 @@ class WeightShard:
         shards: int,
         updates_per_epoch: int,
     ) -> None:
-        """Take part `index` of `split_parameters`. The model belongs to the shard from now on."""
         self.parameters = split_parameters(model, shards)[index]
         self.optimizer = build_optimizer(optimizer, model, steps_per_epoch=updates_per_epoch)
         own = {id(p) for p in self.parameters}
@@ -232,8 +230,8 @@ class WeightShard:
     def apply(self, number: int, version: int, gradient: Tensor) -> int:
         """Update the weights by the flat gradient of a micro-batch; return its staleness.
 
-        `version`: of the weights that it was computed on. Of several gradients of a micro-batch,
-        as of a worker that died and the one in its place, the first counts.
+        `version`: of the weights that it was computed on. A second gradient of a micro-batch, as
+        of a worker in the place of one that died, changes nothing.
         """
         staleness = max(0, self.version - version)
         if number in self._applied:
@@ -295,8 +293,7 @@ def advance_buffers(
 ) -> dict[str, PackedTensor]:
     """Return the model's buffers by name after a phase of this many `updates`.
 
-    Those of floating-point numbers are means over the workers, each of which counts by its number
-    of micro-batches. Counts of batches advance by the updates.
+    Floating-point ones are means over the workers, weighted by their micro-batches.
     """
     active = [worker for worker in workers if worker.batches]
     total = sum(worker.batches for worker in active)

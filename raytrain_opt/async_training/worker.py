@@ -25,7 +25,7 @@ from raytrain_opt.pools.commands import (
     StateRef,
 )
 from raytrain_opt.pools.protocol import States
-from raytrain_opt.results import AsyncWorkerMetrics, EvalTotals
+from raytrain_opt.results import AsyncWorkerMetrics
 from raytrain_opt.train.learner import Learner
 
 
@@ -44,7 +44,10 @@ class AsyncWorker(LearnerHandler):
             case MainTrain():
                 return self._main_train(command, on_step)
             case Evaluate():
-                return self._evaluate(command, on_step)
+                if self.index not in command.workers:  # it came back after the others had begun
+                    return None
+                part = command.workers.index(self.index)
+                return self._evaluate_part(command, part, len(command.workers), on_step)
         return super()._execute(command, on_step)
 
     def _load_into_learner(self, ref: StateRef) -> None:
@@ -63,22 +66,13 @@ class AsyncWorker(LearnerHandler):
         except PhaseLostError:
             return None
 
-    def _evaluate(self, command: Evaluate, on_step: OnStep) -> EvalTotals | None:
-        if self.index not in command.workers:  # it came back after the others had begun
-            return None
-        part, parts = command.workers.index(self.index), len(command.workers)
-        return self._evaluate_part(command, part, parts, on_step)
-
 
 class PhaseLostError(Exception):
     """A shard has died, and the one in its place knows nothing of the phase."""
 
 
 class RemoteServer:
-    """The parameter server through Ray; implements `worker_loop.ParameterServer`.
-
-    `pull` and `push` raise PhaseLostError.
-    """
+    """Coordinator and shards as one worker sees them; `pull` and `push` raise PhaseLostError."""
 
     def __init__(self, handles: ServerHandles, phase: str, worker: int, dtype: Any) -> None:
         self._coordinator, self._shards = handles.coordinator, handles.shards
@@ -86,30 +80,31 @@ class RemoteServer:
         self._claims = 0
 
     def claim(self) -> int | None:
+        """Return the next micro-batch; None when all are claimed."""
         self._claims += 1
         ref = self._coordinator.claim.remote(self._phase, self._worker, self._claims)
         return cast("int | None", _get(ref))
 
     def begin(self, number: int, version: int) -> bool:
+        """Wait until the micro-batch may begin; return False if it needs newer weights."""
         ref = self._coordinator.begin_micro_batch.remote(
             self._phase, self._worker, number, version
         )
         return cast(bool, _get(ref))
 
     def pull(self) -> Weights:
+        """Return the weights of all shards."""
         while True:
+            answers = self._of_phase([shard.pull.remote(self._phase) for shard in self._shards])
             try:
-                return self._pull()
+                wires = ray.get([ref for _, [ref] in answers])
             except ray.exceptions.ObjectLostError:
                 continue  # the shard that stored them died; the next one knows no phase
-
-    def _pull(self) -> Weights:
-        answers = self._of_phase([shard.pull.remote(self._phase) for shard in self._shards])
-        wires = ray.get([ref for _, [ref] in answers])
-        parts = tuple(from_wire(wire, self._dtype) for wire in wires)
-        return Weights(min(version for version, _ in answers), parts)
+            parts = tuple(from_wire(wire, self._dtype) for wire in wires)
+            return Weights(min(version for version, _ in answers), parts)
 
     def push(self, number: int, version: int, gradients: Sequence[WireArray]) -> int:
+        """Update all shards by a gradient of weights of this version; return its staleness."""
         pairs = zip(self._shards, gradients, strict=True)
         refs = [shard.apply.remote(self._phase, number, version, g) for shard, g in pairs]
         staleness: list[int] = self._of_phase(refs)
@@ -127,6 +122,7 @@ class RemoteServer:
         _get(self._coordinator.done.remote(self._phase, self._worker, result))
 
     def wait_for_work(self) -> bool:
+        """Wait; return True when there is something to claim again, False when all is done."""
         return cast(bool, _get(self._coordinator.wait_for_work.remote(self._phase, self._worker)))
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.batch_size import BatchSizeSection, ThroughputKneeSearch
@@ -16,7 +17,6 @@ from raytrain_opt.execution.resolve import Placement, scaled_lr, settle
 from raytrain_opt.execution.workspace import Workspace, open_frontend, open_workspace
 from raytrain_opt.optim.epoch_steps import length_of
 from raytrain_opt.optim.schedules import ScalingRule
-from raytrain_opt.pools.protocol import Prober
 from raytrain_opt.recording.reader import read_record
 from raytrain_opt.recording.recorder import append, write_record
 from raytrain_opt.recording.records import (
@@ -35,6 +35,9 @@ from raytrain_opt.search.batch_size.strategy import (
 )
 from raytrain_opt.search.factory import build_strategy
 from raytrain_opt.terminal import probe_text
+
+if TYPE_CHECKING:
+    from raytrain_opt.pools.ray_pool import ProbingSlot
 
 # Of train_for, the part in which updates are made; start, search and evaluations take the rest.
 _TRAINING_FRACTION = 0.8
@@ -81,13 +84,14 @@ def search_batch_size(
     info: DataInfo,
     placement: Placement,
     workspace: Workspace,
-    open_prober: Callable[[], AbstractContextManager[Prober]],
+    open_prober: Callable[[], AbstractContextManager[ProbingSlot]],
 ) -> int:
     """Return the global batch size that probes choose, or that they chose in a resumed run.
 
     Records every probe as soon as it is measured, and what the choice leads to.
     """
     started_s, section, paths = monotonic_s(), job.batch_size_search, workspace.paths
+    note = workspace.terminal.note
     assert section is not None
     record = read_record(str(paths.local), BatchSizeRecord)
     if record is not None:  # a resumed run does not repeat a finished search
@@ -97,36 +101,32 @@ def search_batch_size(
     def record_probe(record: BatchSizeProbeRecord) -> None:
         probes.append(record)
         append(paths.local, record)
-        workspace.terminal.note(probe_text(record))
+        note(probe_text(record))
 
-    bounds = _bounds(job, section, info.train_size, placement.workers, workspace.terminal.note)
+    bounds = _bounds(job, section, info.train_size, placement.workers)
+    note(
+        f"batch sizes of 1 to {bounds.largest} per worker are allowed, by the training set, "
+        "min_updates_per_epoch, min_updates and max_batch_size of batch_size_search (without it, "
+        f"the rate grows {LARGEST_LR_FACTOR}-fold at most)"
+    )
     workspace.terminal.phase("searching the batch size")
     with open_prober() as prober:
         strategy = build_strategy(section, bounds)
         choice = run_probes(strategy, prober, job.max_restarts, record_probe)
-    record = _record(placement, choice, probes, monotonic_s() - started_s)
-    write_record(paths.local, record)
-    for line in _summary(record, job, info.train_size):
-        workspace.terminal.note(line)
-    return record.global_batch_size
-
-
-def _record(
-    placement: Placement,
-    choice: BatchSizeChoice,
-    probes: Sequence[BatchSizeProbeRecord],
-    duration_s: float,
-) -> BatchSizeRecord:
     samples_per_s = next(p.samples_per_s for p in reversed(probes) if p.check)
     assert samples_per_s is not None  # of the last check, which fitted
-    return BatchSizeRecord(
+    record = BatchSizeRecord(
         batch_size_per_worker=choice.batch_size,
         global_batch_size=choice.batch_size * placement.workers,
         samples_per_s=samples_per_s,
         reason=choice.reason,
-        duration_s=duration_s,
+        duration_s=monotonic_s() - started_s,
         probes=len(probes),
     )
+    write_record(paths.local, record)
+    for line in _summary(record, job, info.train_size):
+        note(line)
+    return record.global_batch_size
 
 
 def _scaling_rule(job: Job) -> ScalingRule:
@@ -137,7 +137,7 @@ def _scaling_rule(job: Job) -> ScalingRule:
 
 def run_probes(
     strategy: Strategy,
-    prober: Prober,
+    prober: ProbingSlot,
     max_restarts: int,
     on_probe: Callable[[BatchSizeProbeRecord], None],
 ) -> BatchSizeChoice:
@@ -157,18 +157,17 @@ def run_probes(
             if size in checked:
                 return proposal
             prober.end()
-        measured = prober.measure(size, check=is_check)
-        probe = measured.probe
-        if probe is None and not is_check:
+        probe = prober.measure(size, check=is_check)
+        if probe.status == "died" and not is_check:
             deaths += 1
             if deaths > max_restarts:
                 raise PoolError(
                     f"probing processes died {deaths} times without an answer "
-                    f"(max_restarts: {max_restarts}): {measured.why}"
+                    f"(max_restarts: {max_restarts}): {probe.why}"
                 )
             continue
-        if probe is None:  # this size is too large to train with
-            probe = Probe(size, "out_of_memory", why=f"its process ended: {measured.why}")
+        if probe.status == "died":  # this size is too large to train with
+            probe = replace(probe, status="out_of_memory", why=f"its process ended: {probe.why}")
         if is_check or probe.status != "ok":
             prober.end()
         if is_check and probe.fits:
@@ -177,11 +176,7 @@ def run_probes(
             probes.append(probe)
         number += 1
         reason = _CHECK_REASON if is_check else proposal.reason
-        on_probe(
-            BatchSizeProbeRecord.from_probe(
-                number, probe, reason, check=is_check, pid=measured.pid
-            )
-        )
+        on_probe(BatchSizeProbeRecord.from_probe(number, probe, reason, check=is_check))
 
 
 def _summary(record: BatchSizeRecord, job: Job, train_size: int) -> Iterator[str]:
@@ -207,23 +202,10 @@ def _summary(record: BatchSizeRecord, job: Job, train_size: int) -> Iterator[str
         )
 
 
-def _bounds(
-    job: Job,
-    section: BatchSizeSection,
-    train_size: int,
-    workers: int,
-    note: Callable[[str], None],
-) -> SizeBounds:
-    """Return the sizes that leave enough memory and updates; say where updates bound them."""
-    own = job.global_batch_size // workers
-    steps, rule = job.batch_ramp, _scaling_rule(job)
-    length = length_of(job)
-    largest = largest_size(section, own, train_size, length, workers, steps, rule)
-    note(
-        f"batch sizes of 1 to {largest} per worker are allowed, by the size of the training set, "
-        f"min_updates_per_epoch: {section.min_updates_per_epoch}, min_updates: "
-        f"{section.min_updates} and max_batch_size of batch_size_search (without it, the rate "
-        f"grows {LARGEST_LR_FACTOR}-fold at most)"
-    )
+def _bounds(job: Job, section: BatchSizeSection, train_size: int, workers: int) -> SizeBounds:
+    """Return the sizes that leave enough memory and updates."""
+    own, length = job.global_batch_size // workers, length_of(job)
+    ramp, rule = job.batch_ramp, _scaling_rule(job)
+    largest = largest_size(section, own, train_size, length, workers, ramp, rule)
     max_step_s = _TRAINING_FRACTION * length.seconds / section.min_updates
     return SizeBounds(largest, train_size // workers, own, max_step_s)

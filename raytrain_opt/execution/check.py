@@ -12,9 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raytrain_opt.config.data import (
-    DataSection,
-)
+from raytrain_opt.config.data import DataSection
 from raytrain_opt.config.load import plain_job, resolve_function
 from raytrain_opt.config.schema import Job
 from raytrain_opt.config.section import is_function_name
@@ -94,14 +92,15 @@ def try_job(
     """Read the data of a job that passed `check_job`; try model and loss on them.
 
     Also returns what all processes share of the data, and a function, which keeps the network. A
-    `resumed` run needs no pretrained weights any more.
-
-    Raises DataError when the data cannot be used, JobError with all fields that do not match the
-    data.
+    `resumed` run needs no pretrained weights any more. Raises DataError when the data cannot be
+    used, JobError with all fields that do not match them.
     """
     shared, info, samples = read_data(job)
-    problems = _check_worker_count(job, info)
-    if not problems and job.batch_size_search is None:
+    problems: list[Problem] = []
+    if job.workers.size > info.train_size:
+        rule = f"more than the training set has samples ({info.train_size})"
+        problems = [Problem("workers.count", rule, str(job.workers.size))]
+    elif job.batch_size_search is None:
         learner, length = LearnerConfig.from_job(job), length_of(job)
         problems = problems_of(lambda: build_policy(job, length, count_updates(learner, info)))
     tried: list[tuple[Facts, ChooseThreads]] = []
@@ -120,12 +119,12 @@ def try_local_job(job: Job, source: str) -> Facts | None:
 
     if names_torchvision_weights(job.model):
         job = job.model_copy(update={"model": job.model.model_copy(update={"weights": None})})
-    if not job.data.download:
-        return try_job(job, source)[0]
     section = job.data.model_copy(update={"download": False})
     try:
         return try_job(job.model_copy(update={"data": section}), source)[0]
     except DataError:
+        if not job.data.download:
+            raise
         return None
 
 
@@ -154,13 +153,6 @@ def read_data(job: Job) -> tuple[SharedData, DataInfo, tuple[Batch, Batch]]:
     return shared, replace(data.info, digest=data.source.digest()), samples
 
 
-def _check_worker_count(job: Job, info: DataInfo) -> list[Problem]:
-    if job.workers.size <= info.train_size:
-        return []
-    rule = f"more than the training set has samples ({info.train_size})"
-    return [Problem("workers.count", rule, str(job.workers.size))]
-
-
 def _try_network(
     job: Job, info: DataInfo, samples: tuple[Batch, Batch], *, resumed: bool
 ) -> tuple[Facts, ChooseThreads]:
@@ -168,6 +160,8 @@ def _try_network(
     from torch.nn import GroupNorm
     from torch.nn.modules.batchnorm import _NormBase  # of BatchNorm and InstanceNorm
 
+    from raytrain_opt.data.base import refuse_channels_last
+    from raytrain_opt.models import build_model
     from raytrain_opt.optim.factory import EMBEDDING, group_parameters
     from raytrain_opt.optim.muon import orthogonalization_flops
     from raytrain_opt.train.pretrained import fit_pretrained, read_pretrained
@@ -175,7 +169,15 @@ def _try_network(
     from raytrain_opt.train.thread_choice import time_threads
 
     shape, classes = info.sample_shape, info.num_classes
-    model = _build_model(job, info)
+    if not is_function_name(job.model.name):
+        refuse_channels_last(shape)
+    model = build_model(
+        job.model,
+        num_classes=classes,
+        sample_shape=shape,
+        seed=job.seed,
+        channels_last=job.channels_last,
+    )
     task = build_task(job.task, job.loss, info)
     _try_model(job, task, model, samples, classes)
     find_metric_names(task, model, samples[1])
@@ -187,8 +189,10 @@ def _try_network(
     groups = [group_parameters(optimizer, model) for optimizer in job.optimizers]
     sample_flops, search_flops, muon_flops = 0.0, math.inf, 0.0
     if job.learning_rate.searches_first:
-        sample_flops = count_flops(task, model, samples[0])
-        search_flops = _estimated(sample_flops, model, shape)
+        search_flops = sample_flops = count_flops(task, model, samples[0])
+        if math.isinf(sample_flops):  # as if every weight met every input
+            weights = sum(parameter.numel() for parameter in model.parameters())
+            search_flops = 6.0 * weights * math.prod(shape or ())
     if job.optimizer.chooses_freely:
         own = (group for section in groups for group in section if group.get("use_muon"))
         matrices = [p.shape for group in own for p in group["params"]]
@@ -206,29 +210,6 @@ def _try_network(
         embeddings=any(isinstance(layer, EMBEDDING) for layer in model.modules()),
     )
     return facts, partial(time_threads, task, model, samples[0], job.precision)
-
-
-def _build_model(job: Job, info: DataInfo) -> nn.Module:
-    from raytrain_opt.data.base import refuse_channels_last
-    from raytrain_opt.models import build_model
-
-    if not is_function_name(job.model.name):
-        refuse_channels_last(info.sample_shape)
-    return build_model(
-        job.model,
-        num_classes=info.num_classes,
-        sample_shape=info.sample_shape,
-        seed=job.seed,
-        channels_last=job.channels_last,
-    )
-
-
-def _estimated(flops: float, model: nn.Module, sample_shape: tuple[int, ...]) -> float:
-    """Return the operations of a sample, as if every weight met every input where none count."""
-    if not math.isinf(flops):
-        return flops
-    weights = sum(parameter.numel() for parameter in model.parameters())
-    return 6.0 * weights * math.prod(sample_shape or ())
 
 
 def _try_model(

@@ -28,7 +28,7 @@ from raytrain_opt.pools.protocol import MainTraining
 from raytrain_opt.recording.recorder import EventLog
 from raytrain_opt.recording.records import EpochRecord
 from raytrain_opt.results import Metric, Steps
-from raytrain_opt.search.policy import History, Policy, TrainEpoch
+from raytrain_opt.search.policy import History
 
 # Time is planned to end this much earlier: what the last epoch takes is known afterwards only.
 _MARGIN = 0.04
@@ -70,19 +70,8 @@ class TrainingLength:
         while not (self.is_last(len(self.records)) or self._stop_reason()[1]):
             yield len(self.records) + 1
 
-    def resume(
-        self,
-        records: list[EpochRecord],
-        history: History,
-        policy: Policy,
-        lrs: Sequence[float],
-        steps: int,
-    ) -> None:
-        """Continue after these epochs; say what another number of them does to the rate.
-
-        `lrs`: of all steps so far, the last `steps` of them in the next epoch. Raises JobError if
-        the optimizer would change.
-        """
+    def resume(self, records: list[EpochRecord], history: History) -> None:
+        """Continue after these epochs. Raises JobError if the optimizer would change."""
         self.records = records
         self._span = history.plans[-1] if history.plans else None
         epochs = self._length.known_epochs
@@ -95,10 +84,6 @@ class TrainingLength:
             hint = "start a new run from the weights: --set model.weights=RUN_DIR"
             raise JobError([Problem("epochs", rule, str(epochs), hint)])
         text = f"the schedule now covers {epochs} epochs, not {before.epochs}"
-        action = policy.next(before.epoch + 1, history)
-        if isinstance(action, TrainEpoch):  # candidates and a new start say their rates
-            planned = action.steps.lrs[min(steps, len(action.steps.lrs) - 1)]
-            text += f": the rate goes from {lrs[-1]:.3g} to {planned:.3g}"
         self._event_log.log("length", before.epoch + 1, text)
 
     @property

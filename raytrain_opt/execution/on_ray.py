@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import wait
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from shlex import quote
@@ -18,7 +17,7 @@ from ray import cloudpickle
 from raytrain_opt.cluster.connection import check_address, ray_session, watch_preemption
 from raytrain_opt.cluster.ray_private import log_folder
 from raytrain_opt.cluster.resources import PoolPlan, plan_when_there_is_room
-from raytrain_opt.config.schema import Job, TimeoutsSection
+from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import (
     DataError,
     JobError,
@@ -30,7 +29,6 @@ from raytrain_opt.errors import (
 from raytrain_opt.execution.batch_size import search_batch_size
 from raytrain_opt.execution.check import ChooseThreads, check_job, try_job
 from raytrain_opt.execution.resolve import Facts, Placement, Resolved
-from raytrain_opt.execution.signals import StopRequest
 from raytrain_opt.execution.workspace import Frontend, Workspace
 from raytrain_opt.pools.launcher import environment
 from raytrain_opt.pools.protocol import Pools
@@ -40,9 +38,6 @@ from raytrain_opt.train.learner_config import OBJECT_SECTIONS
 
 if TYPE_CHECKING:
     from raytrain_opt.data.factory import SharedData
-
-# Ray ends its processes within a second, and kills each kind that has not ended after ten.
-_RAY_END_S = 30.0
 
 
 @contextmanager
@@ -60,13 +55,15 @@ def open_on_ray(
     """
     check_address(address)
     limits, terminal, stop = job.timeouts, frontend.terminal, frontend.stop
+    backend = RayBackend(job, frontend, address, resumed=resumed)
+    variables = environment(local=True, start_s=limits.start_s)
+    session = ray_session(address, verbose=verbose, environment=variables)
     with ExitStack() as stack:
-        backend = RayBackend(job, frontend, address, resumed=resumed)
         stack.callback(wait, [backend.reading], limits.stop_s)
         terminal.phase("starting Ray")
-        variables = environment(local=True, start_s=limits.start_s)
-        session = ray_session(address, verbose=verbose, environment=variables)
-        backend.owns_ray = stack.enter_context(_bounded(session, stop, limits))
+        # Half a Ray cannot be shut down: its processes end with this one.
+        with stop.deferred(limits.start_s):
+            backend.owns_ray = stack.enter_context(session)
         if not backend.owns_ray:
 
             def on_notice(text: str) -> None:
@@ -76,22 +73,6 @@ def open_on_ray(
             stack.enter_context(watch_preemption(on_notice))
         frontend.startup.mark("ray_connected_s")
         yield backend
-
-
-@contextmanager
-def _bounded(
-    session: AbstractContextManager[bool], stop: StopRequest, limits: TimeoutsSection
-) -> Iterator[bool]:
-    """Keep the session; bound how long its start or end may take after a signal."""
-    with ExitStack() as stack:
-        # Half a Ray cannot be shut down: its processes end with this one.
-        with stop.deferred(limits.start_s), stop.ended_within(limits.stop_s):
-            owns_ray = stack.enter_context(session)
-        try:
-            yield owns_ray
-        finally:
-            with stop.ended_within(_RAY_END_S + limits.stop_s):
-                stack.close()
 
 
 class RayBackend:
@@ -109,8 +90,7 @@ class RayBackend:
     ) -> None:
         self.options = f"--address {quote(address)}" if address else ""
         self._job, self._frontend, self._resumed = job, frontend, resumed
-        self._shared: SharedData = None  # until it is in Ray's object store
-        self._sections = b""  # that may hold the user's objects
+        self._unshared: tuple[bytes, SharedData] | None = None  # until in Ray's object store
         self._shared_refs: list[Any] | None = None
         self._choose_threads: ChooseThreads | None = None  # until the placement
         self.reading = start_thread(self._read)
@@ -119,8 +99,9 @@ class RayBackend:
         """Check the job, read its data, and import what the run needs next."""
         if problems := check_job(self._job):
             raise JobError(problems)
-        self._sections = _pickle_sections(self._job)
-        facts, self._shared, self._choose_threads = try_job(self._job, resumed=self._resumed)
+        sections = _pickle_sections(self._job)  # that may hold the user's objects
+        facts, shared, self._choose_threads = try_job(self._job, resumed=self._resumed)
+        self._unshared = sections, shared
         import_module("raytrain_opt.execution.start")
         return facts
 
@@ -151,28 +132,16 @@ class RayBackend:
         return Placement(plan.workers, threads)
 
     def find_batch_size(self, facts: Facts, placement: Placement, workspace: Workspace) -> int:
-        if self._job.batch_size_search is None:
-            return self._job.global_batch_size
+        job, paths = self._job, workspace.paths
+        if job.batch_size_search is None:
+            return job.global_batch_size
         # Not at the top: it loads torch, which a job without a search never needs here.
         from raytrain_opt.execution.start import start_prober
 
-        open_prober = partial(
-            start_prober,
-            self._job,
-            self.plan,
-            placement,
-            workspace.paths,
-            self._share(),
-            self.owns_ray,
-        )
+        plan, shared = self.plan, self._share()
+        open_prober = partial(start_prober, job, plan, placement, paths, shared, self.owns_ray)
         with _keeping_ray_logs(workspace):
-            return search_batch_size(
-                self._job,
-                facts.info,
-                placement,
-                workspace,
-                open_prober,
-            )
+            return search_batch_size(job, facts.info, placement, workspace, open_prober)
 
     @contextmanager
     def start(self, resolved: Resolved, workspace: Workspace) -> Iterator[Pools]:
@@ -190,8 +159,8 @@ class RayBackend:
         In a list: Ray would fetch a bare one on the way.
         """
         if self._shared_refs is None:
-            self._shared_refs = [ray.put((self._sections, self._shared))]
-            self._sections, self._shared = b"", None
+            self._shared_refs = [ray.put(self._unshared)]
+            self._unshared = None
         return self._shared_refs
 
 
@@ -201,49 +170,24 @@ _pickle = cast("Callable[[object], bytes]", cloudpickle.dumps)
 def _pickle_sections(job: Job) -> bytes:
     """Pickle what may hold objects of the user's own, for the processes that train.
 
-    As bytes: arrays in Ray's object store could not be written. Raises JobError that names the
-    attributes that cannot be sent.
+    As bytes: arrays in Ray's object store could not be written. Raises JobError.
     """
     sections = {name: getattr(job, name) for name in OBJECT_SECTIONS}
     try:
         return _pickle(sections)
     except Exception as error:
-        problems = [
-            problem
-            for name, section in sections.items()
-            for problem in _unpicklable(name, getattr(section.name, "value", section.name), set())
-        ]
-        raise JobError(problems or [Problem("job", f"cannot be sent: {error}")]) from error
+        path = next((name for name in sections if not _is_picklable(sections[name])), "job")
+        rule = f"cannot be sent to the workers: {error}"
+        hint = "create it where it is used, for example at the first call, or leave it out of the "
+        hint += "object's state by __getstate__"
+        raise JobError([Problem(path, rule, hint=hint)]) from error
 
 
-def _unpicklable(path: str, value: Any, seen: set[int]) -> list[Problem]:
-    """Return the innermost attribute, item or variable of a function that cannot be pickled."""
+def _is_picklable(value: object) -> bool:
     try:
-        _pickle(value)
-        return []
-    except Exception as error:  # noqa: BLE001 - any, of the objects' own code
-        reason = str(error)
-    seen.add(id(value))
-    for name, part in _parts(value):
-        if id(part) not in seen and (problems := _unpicklable(f"{path}.{name}", part, seen)):
-            return problems
-    rule = f"cannot be sent to the workers: {reason}"
-    hint = "create it where it is used, for example at the first call, or leave it out of the "
-    hint += "object's state by __getstate__"
-    return [Problem(path, rule, type(value).__name__, hint)]
-
-
-def _parts(value: Any) -> list[tuple[str, Any]]:
-    if inspect.isfunction(value):
-        variables = inspect.getclosurevars(value)
-        return [*variables.nonlocals.items(), *variables.globals.items()]
-    items = enumerate(value) if isinstance(value, list | tuple) else ()
-    parts = [(str(index), part) for index, part in items]
-    for inner in (getattr(value, "_modules", {}), value, getattr(value, "__dict__", {})):
-        parts += inner.items() if isinstance(inner, Mapping) else ()
-    # A class of a script or notebook is sent with the object.
-    kind = type(value)
-    return [*parts, ("__class__", kind)] if kind.__module__ == "__main__" else parts
+        return bool(_pickle(value))
+    except Exception:  # noqa: BLE001 - any, of the objects' own code
+        return False
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, default_collate
 
 from raytrain_opt.config.schema import Job
-from raytrain_opt.config.updates import OptimizerChoiceSection, OptimizerSection
+from raytrain_opt.config.updates import OptimizerChoiceSection
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.execution.check import check_job, try_job
 from raytrain_opt.execution.resolve import Placement, Resolved, resolve
@@ -90,7 +91,11 @@ def find_optimizer(
     placement = Placement.from_job(job)
     free = resolve(job, facts, placement, job.global_batch_size).learner.optimizers
     # Averaging optimizers need calls in the loop, and a decay of "auto" the run's policy.
-    candidates = [_with_numbers(section) for section in free if not section.is_schedule_free]
+    candidates = [
+        s.model_copy(update={"args": {n: v for n, v in s.args.items() if v != "auto"}})
+        for s in free
+        if not s.is_schedule_free
+    ]
     section = OptimizerChoiceSection(name="auto", candidates=candidates)
     job = job.model_copy(update={"optimizer": section})
     resolved = resolve(job, facts, placement, job.global_batch_size)
@@ -181,8 +186,10 @@ class LossTask:
         if hasattr(loss, "reduction"):
             of_samples = copy.copy(loss)
             of_samples.reduction = "none"
-        elif "reduction" in _parameters(loss):
-            of_samples = partial(of_samples, reduction="none")
+        else:
+            with suppress(ValueError):  # of a function in C, which has no signature
+                if "reduction" in inspect.signature(loss).parameters:
+                    of_samples = partial(of_samples, reduction="none")
         self._of_samples: Callable[[Any, Any], Tensor] = of_samples
 
     def training_loss(self, model: nn.Module, batch: Any) -> Tensor:
@@ -194,15 +201,3 @@ class LossTask:
         x, y = batch
         losses = self._of_samples(model(x), y)
         return {"loss": losses.flatten(1).mean(1) if losses.dim() > 1 else losses.expand(len(y))}
-
-
-def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
-    try:
-        return tuple(inspect.signature(function).parameters)
-    except ValueError:
-        return ()
-
-
-def _with_numbers(section: OptimizerSection) -> OptimizerSection:
-    args = {name: value for name, value in section.args.items() if value != "auto"}
-    return section.model_copy(update={"args": args})

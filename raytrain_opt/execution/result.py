@@ -29,7 +29,6 @@ from raytrain_opt.recording.records import (
 )
 from raytrain_opt.report import try_write_report
 from raytrain_opt.report.plots import duration, percent, rate
-from raytrain_opt.results import Metric
 from raytrain_opt.storage import join, write_text
 from raytrain_opt.train.checkpoint import find_damage, read_checkpoint
 from raytrain_opt.train.trained_model import model_metadata
@@ -110,8 +109,8 @@ def finish(run: TrainingRun) -> RunResult:
 def _result(
     run: TrainingRun, epochs: Sequence[EpochRecord], final_set: dict[str, float]
 ) -> ResultRecord:
-    best = best_epoch(epochs)
-    progress = run.progress
+    best, names = best_epoch(epochs), ("CPU", "GPU", "memory")
+    progress, pools = run.progress, run.pools
     return ResultRecord(
         finished_utc=utc_now(),
         job=run.job.name,
@@ -130,9 +129,16 @@ def _result(
         wall_s=run.event_log.elapsed_s(),
         time_to_first_step_s=run.startup.marks_s.get("first_step_s"),
         startup_s=dict(run.startup.marks_s),
-        restarts={pool.name: pool.restarts() for pool in run.pools.all},
+        restarts={pool.name: pool.restarts() for pool in pools.all},
         versions=versions(),
-        hardware=_hardware(run),
+        hardware=Hardware(
+            nodes=tuple(
+                {n: node[n] for n in names if n in node} for node in pools.node_resources()
+            ),
+            workers=pools.workers.size,
+            slots=pools.slots.size if pools.slots else 0,
+            workers_use_gpu=pools.use_gpu,
+        ),
     )
 
 
@@ -148,17 +154,6 @@ def evaluate_best(run: TrainingRun) -> dict[str, float]:
     return run.score(run.pools.states.put(f"best {best.folder}", state), "final").means
 
 
-def _hardware(run: TrainingRun) -> Hardware:
-    names = ("CPU", "GPU", "memory")
-    resources = run.pools.node_resources()
-    return Hardware(
-        nodes=tuple({name: node[name] for name in names if name in node} for node in resources),
-        workers=run.pools.workers.size,
-        slots=run.pools.slots.size if run.pools.slots else 0,
-        workers_use_gpu=run.pools.use_gpu,
-    )
-
-
 def _facts(run: TrainingRun, record: ResultRecord, report: str) -> list[tuple[str, str]]:
     """Return name and text of each line at the end."""
     run_dir, checkpoint = _shorten(run.paths.shown), run.checkpoints.latest
@@ -166,13 +161,14 @@ def _facts(run: TrainingRun, record: ResultRecord, report: str) -> list[tuple[st
     facts = [
         ("trained with", f"{record.final.optimizer}, rates up to {rate(record.final.lr_peak)}"),
         ("best epoch", _best_epoch(record)),
-        *_final_set(record),
         ("wall time", duration(record.wall_s)),
         ("search cost", f"{cost} of the training's samples"),
         ("report", _shorten(report)),
-        ("records", join(run_dir, "*.jsonl")),
         ("TensorBoard", f"tensorboard --logdir {join(run_dir, 'tensorboard')}"),
     ]
+    if record.final_set and record.best and (metric := record.best.metric):
+        text = metric.text(record.final_set[metric.name])
+        facts.insert(2, ("test set", f"{metric.name} {text} at the best epoch, looked at once"))
     if checkpoint is not None:
         facts.append(("checkpoint", join(run_dir, f"checkpoints/{checkpoint.folder}")))
         best = record.best and f"checkpoints/epoch-{record.best.epoch:04}"
@@ -198,23 +194,9 @@ def _best_epoch(record: ResultRecord) -> str:
     best, final = record.best, record.final
     if best is None or best.metric is None:
         return "–"
-    text = f"{best.epoch} of {record.epochs}: {best.metric.name} {_metric_text(best)}"
-    last = _metric_text(final)
-    text = text if last == _metric_text(best) else f"{text} (last {last})"
-    shown = {} if best.metric.name == "accuracy" else dict(best.test_metrics)
-    shown.pop(best.metric.name, None)
-    others = [f"{name} {Metric(name).text(value)}" for name, value in shown.items()]
-    return ", ".join([text, *others])
-
-
-def _final_set(record: ResultRecord) -> Iterator[tuple[str, str]]:
-    if record.final_set and record.best and (metric := record.best.metric):
-        text = metric.text(record.final_set[metric.name])
-        yield "test set", f"{metric.name} {text} at the best epoch, looked at once"
-
-
-def _metric_text(result: EpochResult) -> str:
-    return result.metric.text(result.test_metric) if result.metric else "–"
+    value, last = best.metric.text(best.test_metric), best.metric.text(final.test_metric)
+    text = f"{best.epoch} of {record.epochs}: {best.metric.name} {value}"
+    return text if last == value else f"{text} (last {last})"
 
 
 def _shorten(path: str) -> str:

@@ -17,7 +17,7 @@ from raytrain_opt.config.section import is_instance
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.execution.resolve import Placement, settle
 from raytrain_opt.paths import check_run, newest_unfinished
-from raytrain_opt.recording.reader import read_lines, read_record, read_text
+from raytrain_opt.recording.reader import read_lines, read_raw_lines, read_record, read_text
 from raytrain_opt.recording.records import BatchSizeRecord, EpochRecord
 
 _ABSENT = object()
@@ -47,15 +47,14 @@ def find_run(job: Job, resume: str | None) -> tuple[Job, str | None]:
     Workers and threads that the job leaves open are as many as that run has. Raises JobError if
     the run, `resume` or the one that `resume: auto` finds, was started with another job.
     """
-    if resume is None:
-        resume = newest_unfinished(job.storage_path, job.name) if job.resume == "auto" else None
-        check = _check_found
-        if resume is None:
-            return job, None
-    else:
+    if resume is not None:
         check_run(resume)
-        check = _check_named
-    unfinished = _read_job(resume)
+    run_dir = resume
+    if resume is None and job.resume == "auto":
+        run_dir = newest_unfinished(job.storage_path, job.name)
+    if run_dir is None:
+        return job, None
+    unfinished = _read_job(run_dir)
     kept = {
         name: getattr(unfinished.workers, name)
         for name, is_open in (
@@ -65,8 +64,12 @@ def find_run(job: Job, resume: str | None) -> tuple[Job, str | None]:
         if is_open
     }
     job = job.model_copy(update={"workers": job.workers.model_copy(update=kept)})
-    check(job, unfinished, resume)
-    return job, resume
+    has_new_length = check_continues(job, _settled_fields(unfinished, run_dir), run_dir)
+    if resume is not None and not has_new_length and _is_finished(run_dir):
+        hint = f"to train longer: {resume_command(run_dir, job)} --set epochs=N"
+        rule = f"has finished; see {storage.join(run_dir, 'report.html')}"
+        raise JobError([Problem("--resume", rule, repr(run_dir), hint)], "arguments")
+    return job, run_dir
 
 
 def job_fields(job: Job) -> dict[str, Any]:
@@ -74,57 +77,43 @@ def job_fields(job: Job) -> dict[str, Any]:
     return flatten(plain_job(job))
 
 
-def check_edited_job(job: Job, trained: Mapping[str, Any], epochs: int, run_dir: str) -> None:
-    """Raise JobError if job.yaml was edited since the latest checkpoint, but for the length.
+def check_continues(job: Job, trained: Mapping[str, Any], run_dir: str) -> bool:
+    """Raise JobError unless the job continues a run with these fields; another length is allowed.
 
-    `trained`: the fields of the job that the checkpoint was trained with, for `epochs` epochs.
+    Returns whether it has another length.
     """
     problems = _differences(job, trained, run_dir)
     changes = [problem for problem in problems if not problem.path.startswith(_LENGTH)]
     if changes:
-        rule = f"of {run_dir} was edited since the latest checkpoint; only {_allowed()} can change"
-        hint = f"put the values back; to train longer: {resume_command(run_dir, job)}"
-        raise JobError([Problem("job.yaml", rule, hint=f"{hint} --set epochs=N"), *changes])
+        allowed = ", ".join(name.rstrip(".") for name in (*_LENGTH, *_HARMLESS))
+        rule = f"continues {run_dir}, in which only {allowed} can change"
+        hint = "put the values back, or start a new run, with resume: never"
+        raise JobError([Problem("resume", rule, hint=hint), *changes])
     if problems:
-        had_time = trained.get("train_for") is not None
-        _check_length(job, epochs, run_dir, plans_epochs=had_time)
+        _check_length(job, trained, run_dir)
+    return bool(problems)
 
 
-def _allowed() -> str:
-    return ", ".join(name.rstrip(".") for name in (*_LENGTH, *_HARMLESS))
+def _is_finished(run_dir: str) -> bool:
+    return storage.read(run_dir, "result.json") is not None
 
 
-def _check_named(job: Job, unfinished: Job, run_dir: str) -> None:
-    """Raise JobError unless the job continues that run: to its end, or for another length."""
-    problems = _differences(job, _settled_fields(unfinished, run_dir), run_dir)
-    changes_length = any(problem.path.startswith(_LENGTH) for problem in problems)
-    problems = [problem for problem in problems if not problem.path.startswith(_LENGTH)]
-    if problems:
-        rule = f"continues {run_dir}, in which only {_allowed()} can change"
-        raise JobError([Problem("resume", rule), *problems])
-    is_finished = storage.read(run_dir, "result.json") is not None
-    if changes_length:
-        epochs = read_lines(run_dir, EpochRecord)
-        ran_out = is_finished and len(epochs) == (epochs[-1].epochs if epochs else 0)
-        plans_epochs = unfinished.train_for is not None and not ran_out
-        _check_length(job, len(epochs), run_dir, plans_epochs=plans_epochs)
-    elif is_finished:
-        hint = f"to train longer: {resume_command(run_dir, job)} --set epochs=N"
-        rule = f"has finished; see {storage.join(run_dir, 'report.html')}"
-        raise JobError([Problem("--resume", rule, repr(run_dir), hint)], "arguments")
+def _has_trained_for_its_time(run_dir: str) -> bool:
+    """Return whether a run has finished, and its `stop` section did not end it earlier."""
+    records = read_lines(run_dir, EpochRecord)
+    return _is_finished(run_dir) and len(records) == records[-1].epochs
 
 
-def _check_length(job: Job, epochs: int, run_dir: str, *, plans_epochs: bool) -> None:
-    """Refuse a length that the run cannot have any more after `epochs` epochs.
-
-    `plans_epochs`: its `train_for` has not run out.
-    """
-    field, rule = "epochs", ""
+def _check_length(job: Job, trained: Mapping[str, Any], run_dir: str) -> None:
+    """Refuse a length that the run cannot have any more after its epochs."""
+    epochs, field, rule = len(read_raw_lines(run_dir, EpochRecord)), "epochs", ""
     if not epochs:
         rule = "cannot change before epoch 1 is complete, whose search belongs to the length"
     elif job.epochs is not None and job.epochs <= epochs:
         rule = f"must be more than the {epochs} epochs that the run has trained"
-    elif job.train_for is not None and not plans_epochs:
+    elif job.train_for is not None and (
+        trained.get("train_for") is None or _has_trained_for_its_time(run_dir)
+    ):
         field = "train_for"
         rule = "plans no more epochs of this run; give --set train_for=null --set epochs=N"
     if rule:
@@ -141,16 +130,6 @@ def resume_command(run_dir: str, job: Job, options: str = "") -> str:
     # Quoted for a shell: options of a URI contain &.
     words = ["raytrain-opt run --resume", quote(run_dir), "--trust" if job.functions else ""]
     return " ".join(filter(None, [*words, options]))
-
-
-def _check_found(job: Job, unfinished: Job, run_dir: str) -> None:
-    """Raise JobError unless the job is the one of the run that `resume: auto` has found."""
-    if problems := _differences(job, _settled_fields(unfinished, run_dir), run_dir):
-        rule = f"auto found the unfinished run {run_dir}, which was started with another job"
-        hint = "set the fields below to their values in that run, or resume that run unchanged: "
-        hint += f"{resume_command(run_dir, unfinished)}, or start a new run: --set resume=never, "
-        hint += "or another name; --resume also takes another length: --set epochs=N"
-        raise JobError([Problem("resume", rule, hint=hint), *problems])
 
 
 def _read_job(run_dir: str, overrides: Sequence[str] = ()) -> Job:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -11,7 +11,10 @@ import ray
 
 from raytrain_opt.async_training.actors import AsynchronousProgram, parameter_server
 from raytrain_opt.async_training.main_training import AsynchronousTraining
+from raytrain_opt.clock import monotonic_s
+from raytrain_opt.cluster.actor_tree import end_actor_tree
 from raytrain_opt.cluster.connection import count_placeable, on_driver_node, total_resources
+from raytrain_opt.cluster.ray_private import ended_processes
 from raytrain_opt.cluster.resources import PoolPlan
 from raytrain_opt.config.schema import Job
 from raytrain_opt.execution.resolve import Placement, Resolved
@@ -22,7 +25,7 @@ from raytrain_opt.pools.launcher import PoolLauncher, environment
 from raytrain_opt.pools.mailbox import Mailbox
 from raytrain_opt.pools.programs import ResidentConfig, SynchronousProgram
 from raytrain_opt.pools.protocol import Pools, SynchronousTraining
-from raytrain_opt.pools.ray_pool import ProbingSlot, RayPool, running
+from raytrain_opt.pools.ray_pool import ProbingSlot, RayPool
 from raytrain_opt.pools.state_store import RayStateStore
 from raytrain_opt.remote import RAY_FOLDER
 from raytrain_opt.train.learner_config import OBJECT_SECTIONS, LearnerConfig
@@ -33,32 +36,72 @@ _OWN_RAY_STOP_S = 1.0
 _LOOK_S = 2.0
 
 
-def start_launcher(*, local: bool, start_s: float) -> Any:
-    """Start the actor on this node that keeps the pools.
+@contextmanager
+def resident_pools(
+    config: ResidentConfig, shared: list[Any], owns_ray: bool
+) -> Iterator[tuple[RayPool, RayPool]]:
+    """Keep workers and slots for the time of the block; `RayPool.start` starts their processes.
 
-    `local`: all processes of this Ray have the variables of its environment.
+    Leaving the block asks them to leave and gives them `timeouts.stop_s`; a pool that is still
+    starting, or in the middle of a command, gets no time. Then the launcher is ended with
+    everything it ever started, so that nothing of the run is left: no actor, no process, no
+    placement group.
+
+    Args:
+        config: without the mailbox.
+        shared: the reference to what all residents share; Ray would fetch a bare one on the way.
+        owns_ray: all processes of this Ray have the launcher's environment.
     """
-    env = {} if local else {"env_vars": environment(local=False, start_s=start_s)}
-    options = {"label_selector": on_driver_node(), "runtime_env": env}
-    return ray.remote(PoolLauncher).options(num_cpus=0, max_concurrency=2, **options).remote()
-
-
-def start_mailbox(shared: list[Any]) -> Any:
-    """Start the mailbox on the driver's node, with repeated calls.
-
-    `shared`: the reference to what all residents share.
-    """
-    return (
-        ray.remote(Mailbox)
-        .options(
-            num_cpus=0,
-            max_concurrency=10_000,
-            max_task_retries=-1,
-            enable_task_events=False,  # for Ray's dashboard: a sixth of the CPU of every call
-            label_selector=on_driver_node(),
-        )
-        .remote(shared)
+    plan, timeouts = config.plan, config.timeouts
+    env = {} if owns_ray else {"env_vars": environment(local=False, start_s=timeouts.start_s)}
+    place: dict[str, Any] = {"num_cpus": 0, "label_selector": on_driver_node()}
+    launcher: Any = ray.remote(PoolLauncher)
+    launcher = launcher.options(max_concurrency=2, runtime_env=env, **place).remote()
+    mailbox: Any = ray.remote(Mailbox).options(
+        max_concurrency=10_000,
+        max_task_retries=-1,
+        enable_task_events=False,  # for Ray's dashboard: a sixth of the CPU of every call
+        **place,
     )
+    config = replace(config, mailbox=mailbox.remote(shared))
+    states, limit_s = RayStateStore(), timeouts.no_progress_s
+    workers = RayPool(
+        WORKER_POOL,
+        plan.workers,
+        lambda: launcher.run_workers.remote(config),
+        config.mailbox,
+        states,
+        limit_s,
+        can_lose_residents=not config.program.forms_group,
+        has_room=None
+        if config.min_workers == plan.workers
+        else lambda: count_placeable(plan.worker_resources, 1, _LOOK_S) == 1,
+    )
+    slots = RayPool(
+        SLOT_POOL,
+        plan.slots,
+        lambda: launcher.run_slots.remote(config),
+        config.mailbox,
+        states,
+        limit_s,
+        can_lose_residents=True,
+    )
+    try:
+        yield workers, slots
+    finally:
+        if not ended_processes():
+            _end((slots, workers), launcher, _OWN_RAY_STOP_S if owns_ray else timeouts.stop_s)
+
+
+def _end(pools: Sequence[RayPool], launcher: Any, stop_s: float) -> None:
+    for pool in pools:
+        pool.request_close()
+    deadline_s = monotonic_s() + stop_s
+    for pool in pools:
+        if not pool.at_work:
+            pool.wait_for_end(max(0.0, deadline_s - monotonic_s()))
+    end_actor_tree(launcher)
+    ray.kill(pools[0].mailbox)
 
 
 @contextmanager
@@ -72,16 +115,13 @@ def start_prober(
 ) -> Iterator[ProbingSlot]:
     """Start what runs a slot that probes batch sizes; end it, and free its memory, afterwards."""
     assert job.batch_size_search is not None
-    launcher = start_launcher(local=owns_ray, start_s=job.timeouts.start_s)
-    config = prober_config(job, plan, placement, paths, start_mailbox(shared))
-    pool = make_slots(config, launcher, RayStateStore())
-    stop_s = _OWN_RAY_STOP_S if owns_ray else job.timeouts.stop_s
-    with running(pool, launcher=launcher, stop_s=stop_s):
-        yield ProbingSlot(pool, job.batch_size_search, job.timeouts)
+    config = prober_config(job, plan, placement, paths)
+    with resident_pools(config, shared, owns_ray) as (_, slots):
+        yield ProbingSlot(slots, job.batch_size_search, job.timeouts)
 
 
 def prober_config(
-    job: Job, plan: PoolPlan, placement: Placement, paths: RunPaths, mailbox: Any
+    job: Job, plan: PoolPlan, placement: Placement, paths: RunPaths
 ) -> ResidentConfig:
     """Return the settings of a slot that probes.
 
@@ -93,7 +133,7 @@ def prober_config(
         resources["GPU"] = max(1.0, resources["GPU"])
     learner = replace(LearnerConfig.from_job(job), worker_count=placement.workers)
     plan = replace(plan, slots=1, slot_resources=resources, slots_per_node=plan.workers_per_node)
-    config = _resident_config(job, learner, plan, paths, mailbox)
+    config = _resident_config(job, learner, plan, paths, SynchronousProgram())
     return replace(config, candidate_batch=None, threads=placement.threads, max_restarts=0)
 
 
@@ -106,59 +146,24 @@ def start_pools(
     `shared`: the reference to the data and objects that all processes share.
     """
     job = resolved.job
-    stop_s = _OWN_RAY_STOP_S if owns_ray else job.timeouts.stop_s
     network = resolved.learner.named("data", "task", "loss")
     with parameter_server(network, resolved.info, job.max_restarts) as server:
-        launcher = start_launcher(local=owns_ray, start_s=job.timeouts.start_s)
-        mailbox = start_mailbox(shared)
-        program = None if server is None else AsynchronousProgram(server)
-        config = _resident_config(job, resolved.learner, plan, workspace.paths, mailbox, program)
-        store = RayStateStore()
-        workers = make_workers(config, launcher, store)
-        slots = make_slots(config, launcher, store) if plan.slots else None
-        # Starting a process costs ten seconds of CPU, most of it imports. Slots take the first
-        # steps, so they start first; `TrainingRun` starts the workers beside the first round.
-        pools = (workers,) if slots is None else (slots, workers)
-        with running(*pools, launcher=launcher, stop_s=stop_s):
-            pools[0].start()
+        program = SynchronousProgram() if server is None else AsynchronousProgram(server)
+        config = _resident_config(job, resolved.learner, plan, workspace.paths, program)
+        with resident_pools(config, shared, owns_ray) as (workers, slots):
+            # Starting a process costs ten seconds of CPU, most of it imports. Slots take the first
+            # steps, so they start first; `TrainingRun` starts the workers beside the first round.
+            (slots if plan.slots else workers).start()
             yield Pools(
                 workers,
-                slots,
-                store,
+                slots if plan.slots else None,
+                workers.states,
                 SynchronousTraining(workers)
                 if server is None
-                else AsynchronousTraining(resolved.learner, job.timeouts, workers, store, server),
+                else AsynchronousTraining(resolved.learner, job.timeouts, workers, server),
                 plan.use_gpu,
                 total_resources,
             )
-
-
-def make_workers(config: ResidentConfig, launcher: Any, store: RayStateStore) -> RayPool:
-    plan = config.plan
-    return RayPool(
-        WORKER_POOL,
-        plan.workers,
-        lambda: launcher.run_workers.remote(config),
-        config.mailbox,
-        store,
-        config.timeouts.no_progress_s,
-        can_lose_residents=not config.program.forms_group,
-        has_room=None
-        if config.min_workers == plan.workers
-        else lambda: count_placeable(plan.worker_resources, 1, _LOOK_S) == 1,
-    )
-
-
-def make_slots(config: ResidentConfig, launcher: Any, store: RayStateStore) -> RayPool:
-    return RayPool(
-        SLOT_POOL,
-        config.plan.slots,
-        lambda: launcher.run_slots.remote(config),
-        config.mailbox,
-        store,
-        config.timeouts.no_progress_s,
-        can_lose_residents=True,
-    )
 
 
 def _resident_config(
@@ -166,8 +171,7 @@ def _resident_config(
     learner: LearnerConfig,
     plan: PoolPlan,
     paths: RunPaths,
-    mailbox: Any,
-    program: SynchronousProgram | None = None,
+    program: SynchronousProgram,
 ) -> ResidentConfig:
     return ResidentConfig(
         learner=learner.named(*OBJECT_SECTIONS),
@@ -178,7 +182,6 @@ def _resident_config(
         max_restarts=job.max_restarts,
         timeouts=job.timeouts,
         run_id=paths.run_id,
-        mailbox=mailbox,
         ray_storage_path=str(paths.local / RAY_FOLDER),
-        program=program or SynchronousProgram(),
+        program=program,
     )

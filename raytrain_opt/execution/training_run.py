@@ -378,8 +378,7 @@ class TrainingRun:
         self._lrs = [lr for epoch in schedule for lr in epoch.steps.lrs]
         text = f"resumed after {checkpoint.reached}"
         self.event_log.resume_clock(epoch, text, self.progress.partial_epoch.duration_s)
-        records, steps = self.recorder.read(EpochRecord), len(self._epoch.steps.lrs)
-        self.length.resume(records, self.history, self.policy, self.lrs, steps)
+        self.length.resume(self.recorder.read(EpochRecord), self.history)
         if self._epoch.round is not None:
             candidates = read_candidates(folder)
             self._epoch.round = self._epoch.round.with_states(candidates, self.pools.states)

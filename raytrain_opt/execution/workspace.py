@@ -7,7 +7,7 @@ import fcntl
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.data.base import DataInfo
 from raytrain_opt.errors import CheckpointError, DataError, JobError, Problem, StorageError
 from raytrain_opt.execution.progress import RunProgress, Startup
-from raytrain_opt.execution.resume import check_edited_job, resume_command
+from raytrain_opt.execution.resume import check_continues, resume_command
 from raytrain_opt.execution.signals import StopRequest, stop_on_signals
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.recording.recorder import check_records
@@ -52,8 +52,16 @@ class Workspace(Frontend):
 
     paths: RunPaths
     checkpoints: Checkpoints
-    write_job: Callable[[Job], None]
-    """Write job.yaml. Raises JobError if the storage cannot be written."""
+    resume: str | None = None
+
+    def write_job(self, job: Job) -> None:
+        """Write job.yaml. Raises JobError if the storage cannot be written."""
+        paths = self.paths
+        with _writing(paths, job, self.resume):
+            write_text(paths.job, dump_job(job))
+            for path in (paths.result, paths.ending):  # a run with a result is not resumed
+                path.unlink(missing_ok=True)
+            paths.publish()
 
 
 @contextmanager
@@ -84,11 +92,10 @@ def open_workspace(
             remove_abandoned()
             if not resume:
                 paths.begin()
-            sign_lock = stack.enter_context(lock_run_directory(paths.local))
+            has_lock = stack.enter_context(lock_run_directory(paths.local))
             checkpoints = Checkpoints(paths.checkpoints, job.checkpoint)
             damages = checkpoints.drop_damaged()
             _check_latest(checkpoints, paths, job, info)
-            has_lock = sign_lock()
             for torn in paths.local.glob(".*.tmp"):  # of a process that was killed
                 torn.unlink()
             checkpoints.remove_orphans()
@@ -102,22 +109,13 @@ def open_workspace(
             terminal.note(note)
         stop.advice = partial(how_to_resume, paths, job, options)
 
-        write_job = partial(_write_job, paths, job, resume)
         try:
-            yield Workspace(terminal, stop, frontend.startup, paths, checkpoints, write_job)
+            yield Workspace(terminal, stop, frontend.startup, paths, checkpoints, resume)
         except (JobError, DataError):
             if not resume and not checkpoints.saved:
                 stop.advice = None
                 remove_tree(paths.local)  # leave no directory of a run that could not start
             raise
-
-
-def _write_job(paths: RunPaths, job: Job, resume: str | None, resolved: Job) -> None:
-    with _writing(paths, job, resume):
-        write_text(paths.job, dump_job(resolved))
-        for path in (paths.result, paths.ending):  # a run with a result is not resumed
-            path.unlink(missing_ok=True)
-        paths.publish()
 
 
 @contextmanager
@@ -145,7 +143,7 @@ def _check_latest(
         if info is not None and progress.data is not None:
             progress.data.require_same(info)
         if progress.job is not None:
-            check_edited_job(job, progress.job, progress.next_epoch - 1, paths.shown)
+            check_continues(job, progress.job, paths.shown)
         check_records(paths.local, len(progress.history.decisions), progress.next_epoch - 1)
 
 
@@ -162,21 +160,18 @@ def how_to_resume(paths: RunPaths, job: Job, options: str = "") -> str:
 
 
 @contextmanager
-def lock_run_directory(run_dir: Path) -> Iterator[Callable[[], bool]]:
+def lock_run_directory(run_dir: Path) -> Iterator[bool]:
     """Hold the lock of a run directory against every other process that sees this folder.
 
-    Yields a function that writes this process into the lock, and returns whether it is held: False
-    on a file system without locks. Until it is called, nothing is changed, and a new lock is
-    removed again. Raises JobError when another process holds the lock, and OSError when its file
-    cannot be made.
+    Yields whether it is held: False on a file system without locks. Raises JobError when another
+    process holds it, and OSError when its file cannot be written.
     """
-    held, path = True, run_dir / _LOCK
-    is_new = not path.exists()
+    is_held, path = True, run_dir / _LOCK
     with open(path, "a+", encoding="utf-8", opener=open_plain) as file:
         try:
             _lock_exclusively(file)
         except BlockingIOError as error:
-            holder = Path(file.name).read_text(encoding="utf-8")
+            holder = path.read_text(encoding="utf-8")
             rule = (
                 "another run is writing to this directory: "
                 f"{holder or 'a process that has just started'}; wait for it, or stop it"
@@ -185,26 +180,16 @@ def lock_run_directory(run_dir: Path) -> Iterator[Callable[[], bool]]:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            held = False
-
-        def sign() -> bool:
-            nonlocal is_new
-            is_new = False
-            if held:
-                holder = f"process {os.getpid()} on {socket.gethostname()} since {utc_now()}"
-                os.ftruncate(file.fileno(), 0)
-                content = holder.encode()
-                while content:  # a buffer would be written at the end; full storage takes a part
-                    content = content[os.write(file.fileno(), content) :]
-            return held
-
+            is_held = False
+        if is_held:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()} since {utc_now()}")
+            file.flush()
         _locks.add(file.fileno())
         try:
-            yield sign
+            yield is_held
         finally:
             _locks.discard(file.fileno())
-            if is_new:
-                path.unlink(missing_ok=True)
 
 
 def _leave_locks() -> None:

@@ -1,14 +1,11 @@
 """The two resident pools: processes that start once per run and then wait for commands.
 
 Start with `commands` (the messages) and `protocol` (what a run needs of its backend). On Ray:
-`ray_pool` is the driver's side, `mailbox` the actor in between, `resident` the loop of a process
-(workers have one voice in it). `candidates` trains and scores candidates, on slots and workers;
-`worker` does the rest of both; `programs` builds what runs in a process, `launcher` starts both
-pools (`launch_pools`), `state_store` keeps states. Without Ray: `in_process`. `async_training`
-brings a worker program of its own.
-
-Ray Tune serves as a gang scheduler of resident actors only: slots report no metrics to Tune and
-never leave early. Tune gives placement, restarts and resources per trial; policies decide.
+`ray_pool` is the driver's side, `mailbox` the actor in between, `resident` the loop of a process.
+`candidates` trains and scores candidates, on slots and workers; `worker` does the rest of both;
+`programs` builds what runs in a process, `launcher` starts both pools (`launch_pools`),
+`state_store` keeps states. Without Ray: `in_process`. Ray Tune gives slots placement, restarts and
+resources; they report no metrics to it.
 
 May import train, cluster and what lies below. Ray stays out of `commands`, `protocol`,
 `in_process`, `candidates`, `worker` and `mailbox`.

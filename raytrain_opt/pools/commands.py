@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from raytrain_opt.config.batch_size import BatchSizeSection
 from raytrain_opt.errors import RaytrainOptError, ResidentError
@@ -27,11 +28,19 @@ class StateRef:
     node_id: str = ""  # Ray's identity of its owner's node
 
 
+class Command:
+    """What the driver asks of all residents of a pool, or of one."""
+
+    @property
+    def name(self) -> str:
+        """The class's name in the form of records: main_train."""
+        return re.sub(r"\B([A-Z])", r"_\1", type(self).__name__).lower()
+
+
 @dataclass(frozen=True)
-class SendInitialState:
+class SendInitialState(Command):
     """Ask one resident for its initial state, from which all residents start."""
 
-    name: ClassVar[str] = "send_initial_state"
     index: int = 0
 
 
@@ -44,7 +53,7 @@ class CandidatePart:
 
 
 @dataclass(frozen=True)
-class Pretrain:
+class Pretrain(Command):
     """Ask slots or workers to train a segment of the steps of candidates, and to score them.
 
     Candidates train the first steps of the epoch from `state`, or what follows their `parts`.
@@ -53,7 +62,6 @@ class Pretrain:
     Residents continue what they have trained, as with `MainTrain`.
     """
 
-    name: ClassVar[str] = "pretrain"
     state: StateRef
     plan: TryCandidates
     wave: dict[int, Candidate]
@@ -75,30 +83,25 @@ class Pretrain:
 
 
 @dataclass(frozen=True)
-class SendCandidateState:
+class SendCandidateState(Command):
     """Ask for a candidate's state after the kept steps; who does not have it trains it again."""
 
-    name: ClassVar[str] = "send_candidate_state"
     round: Pretrain
     candidate: Candidate
     slot: int  # which sends it; of the workers, rank 0 does
 
 
 @dataclass(frozen=True)
-class ProbeBatchSize:
-    """Ask a slot to measure training at a batch size, and to undo it.
+class ProbeBatchSize(Command):
+    """Ask a slot to measure training at a batch size, and to undo it."""
 
-    `check`: the last measurement of a choice, longer and with an evaluation.
-    """
-
-    name: ClassVar[str] = "probe"
     section: BatchSizeSection
     batch_size: int
-    check: bool
+    check: bool  # of a choice: longer, and with an evaluation
 
 
 @dataclass(frozen=True)
-class MainTrain:
+class MainTrain(Command):
     """Ask all workers to train a segment of the `steps` of `epoch` that follow `state`, together.
 
     The segment ends after `until` of the steps, by default after all. Workers that have trained
@@ -106,7 +109,6 @@ class MainTrain:
     has to be known to repeat what a death has cost.
     """
 
-    name: ClassVar[str] = "main_train"
     state: StateRef
     epoch: int
     steps: Steps
@@ -125,43 +127,26 @@ class MainTrain:
 
 
 @dataclass(frozen=True)
-class Evaluate:
+class Evaluate(Command):
     """Ask workers to evaluate `state` on a split, each on its part.
 
-    The reply has the totals over all workers, or, where they form no process group, of a part;
-    `workers` are those who take part then.
+    The reply has the totals over all workers, or, where they form no process group, of a part:
+    `workers` take part then.
     """
 
-    name: ClassVar[str] = "evaluate"
     state: StateRef
     split: Split = "test"
     workers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
-class Close:
+class Close(Command):
     """Ask all residents of a pool to leave."""
-
-    name: ClassVar[str] = "close"
 
 
 @dataclass(frozen=True)
-class Regroup:
+class Regroup(Command):
     """Ask all residents to leave, so that new processes join. Who joins later replies None."""
-
-    name: ClassVar[str] = "regroup"
-
-
-Command = (
-    SendInitialState
-    | Pretrain
-    | SendCandidateState
-    | ProbeBatchSize
-    | MainTrain
-    | Evaluate
-    | Regroup
-    | Close
-)
 
 
 @dataclass(frozen=True)
@@ -179,9 +164,6 @@ def state_in(reply: object) -> StateRef | None:
     return reply if isinstance(reply, StateRef) else None
 
 
-Sender = tuple[str, int, str, int]  # the pool, index, node and process of a resident
-
-
 @dataclass(frozen=True)
 class Resident:
     """Identity of a resident process: a restarted one differs, in its process at least."""
@@ -196,11 +178,6 @@ class Resident:
     def name(self) -> str:
         """Name in messages and records, such as `worker 1` or `slot 0`."""
         return f"{self.pool} {self.index}"
-
-    @property
-    def sender(self) -> Sender:
-        """What its messages carry."""
-        return self.pool, self.index, self.node_id, self.pid
 
 
 @dataclass(frozen=True)
@@ -243,22 +220,13 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Reply:
-    """A resident's reply to the command of this number."""
+class Message:
+    """A resident's reply to the command of this number, or its progress in it."""
 
-    sender: Sender
+    sender: Resident
     number: int
-    value: Any  # pickled, unless it has a reference to a state, which Ray has to count
-    failed: bool = False  # it is a Failure or StateLost
-
-
-@dataclass(frozen=True)
-class Report:
-    """The progress of a resident in the command of this number; None before its first step."""
-
-    sender: Sender
-    number: int
-    progress: Progress | None
+    value: Any  # a reply is pickled, unless it has a reference to a state, which Ray has to count
+    failed: bool = False  # the reply is a Failure or StateLost
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,4 @@
-"""Run both pools: residents in a Ray Train run (workers) and a Ray Tune experiment (slots).
-
-Imports no torch.
-"""
+"""Run workers in a Ray Train run, slots in a Ray Tune experiment. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from raytrain_opt.cluster.connection import count_placeable
 from raytrain_opt.cluster.ray_private import without_cleaner
 from raytrain_opt.pools.commands import SLOT_POOL, WORKER_POOL
 from raytrain_opt.pools.programs import ResidentConfig
-from raytrain_opt.pools.resident import peer_failure_grace_s, serve
+from raytrain_opt.pools.resident import serve
 
 # Ray learns of resources that became free within seconds; 15 also on a busy machine.
 _PLACEMENT_LIMIT_S = 15.0
@@ -93,17 +90,15 @@ def _fit(
 def _worker_main(arguments: dict[str, Any]) -> None:
     config: ResidentConfig = arguments["config"]
     context, program = ray.train.get_context(), config.program
-    rank, world_size = context.get_world_rank(), context.get_world_size()
+    group = program.join_group(context)
+    absent = range(context.get_world_size(), config.plan.workers) if program.forms_group else ()
     serve(
         config,
         WORKER_POOL,
-        rank,
-        lambda group: program.make_handler(config, context, group),
-        make_group=lambda: program.join_group(context),
-        absent=tuple(range(world_size, config.plan.workers)) if program.forms_group else (),
-        peer_failure_grace_s=peer_failure_grace_s(world_size, context.get_local_world_size())
-        if program.forms_group
-        else 0.0,
+        context.get_world_rank(),
+        lambda: program.make_handler(config, context, group),
+        group,
+        absent,
     )
 
 
@@ -127,8 +122,7 @@ def run_slots(config: ResidentConfig) -> None:
 class ReportLostSlot(TrialProgressCallback):
     """Reports a slot that died more often than the job allows to the mailbox.
 
-    Tune prints a line for every trial that ends, whatever its verbosity, unless it finds a
-    callback of its base class, whose methods print. Slots are no trials of interest to a user.
+    It replaces the callback of Tune that prints a line for every trial that ends.
     """
 
     def __init__(self, mailbox: Any) -> None:
@@ -148,4 +142,4 @@ class ReportLostSlot(TrialProgressCallback):
 def _slot_main(trial: dict[str, Any]) -> None:
     config: ResidentConfig = trial["config"]
     index: int = trial["slot"]
-    serve(config, SLOT_POOL, index, lambda _: config.program.make_slot(config, index))
+    serve(config, SLOT_POOL, index, lambda: config.program.make_slot(config, index))

@@ -1,15 +1,13 @@
 """The mailbox: the actor through which the driver and the residents of both pools talk.
 
 The driver posts a command to a pool and collects one reply per resident. A resident makes one call
-per command: it brings the reply to the last command and returns with the next one. For workers
-that form a process group, the first rank does so for all of them (`resident`). A restarted
+per command: it brings the reply to the last command and returns with the next one. A restarted
 resident joins again, gets the current command and repeats it from the same state, or waits for the
-next one when the driver has the replies. Nothing here uses Ray, so the tests need none. Callers
-use `resident.ResidentMailbox`, or Ray.
+next one when the driver has the replies. Nothing here uses Ray.
 
 Ray repeats a call whose connection was cut, and the first attempt may have been executed too:
-every method has the same effect twice as once. Messages carry their sender; those of a process
-that was replaced or given up are dropped.
+every method has the same effect twice as once. Messages of a process that was replaced or given up
+are dropped.
 """
 
 from __future__ import annotations
@@ -24,14 +22,12 @@ from raytrain_opt.clock import monotonic_s
 from raytrain_opt.pools.commands import (
     Close,
     Command,
+    Message,
     Overdue,
     PoolStatus,
     Progress,
     Regroup,
-    Reply,
-    Report,
     Resident,
-    Sender,
 )
 from raytrain_opt.recording.records import Event
 
@@ -74,10 +70,9 @@ class PoolState:
     posted: Signal = field(default_factory=Signal)  # for residents
     changed: Signal = field(default_factory=Signal)  # for the driver
 
-    def includes(self, sender: Sender) -> bool:
+    def includes(self, sender: Resident) -> bool:
         """Whether this very process is a member, not one that it replaced, or that is lost."""
-        resident = self.residents.get(sender[1])
-        return resident is not None and resident.sender == sender and sender[1] not in self.lost
+        return self.residents.get(sender.index) == sender and sender.index not in self.lost
 
     def join(self, resident: Resident) -> None:
         """Add a resident; record a restart."""
@@ -115,9 +110,9 @@ class PoolState:
         self.posted.notify()
         self.changed.notify()
 
-    def take_reply(self, reply: Reply) -> None:
+    def take_reply(self, reply: Message) -> None:
         """Keep the first reply of a resident."""
-        index = reply.sender[1]
+        index = reply.sender.index
         if index in self.replies:
             return
         self.hear(index)
@@ -126,12 +121,7 @@ class PoolState:
             self.failed.add(index)
 
     def take_progress(self, index: int, progress: Progress) -> None:
-        """Record progress.
-
-        A report without any step since the last one is no sign of life: a hung process may send
-        the same number again and again. One with fewer steps was overtaken by a later one: Ray
-        does not keep the order of calls to this actor.
-        """
+        """Record steps; without new ones it is no sign of life, or a later one overtook it."""
         known = self.progress.get(index)
         if known is None or progress.done > known.done:
             self.hear(index)
@@ -145,10 +135,7 @@ class PoolState:
 
 
 class Mailbox:
-    """Commands out, replies in. All methods are asynchronous, and none blocks another.
-
-    `shared`: a list of the reference to what residents share. Ray would fetch a bare one.
-    """
+    """Commands out, replies in; `shared`: a list of the reference to what residents share."""
 
     def __init__(self, shared: list[Any] | None = None) -> None:
         self._pools: dict[str, PoolState] = defaultdict(PoolState)
@@ -165,7 +152,7 @@ class Mailbox:
         command, and whether it is over.
         """
         state = self._pools[residents[0].pool]
-        new = [resident for resident in residents if not state.includes(resident.sender)]
+        new = [resident for resident in residents if not state.includes(resident)]
         if new:
             for resident in new:
                 state.join(resident)
@@ -179,33 +166,32 @@ class Mailbox:
         return state.number, state.collected
 
     async def exchange(
-        self, pool: str, after: int, replies: Sequence[Reply]
+        self, pool: str, after: int, replies: Sequence[Message]
     ) -> tuple[int, Command]:
         """Take replies, return the next command: the one call of a resident for each command."""
-        if replies:
-            await self.receive(replies)
+        await self.receive(replies)
         state = self._pools[pool]
         await state.posted.wait_for(lambda: state.number > after)
         assert state.command is not None
         return state.number, state.command
 
-    async def receive(self, messages: Sequence[Reply | Report]) -> None:
-        """Take messages of a pool's residents; drop late ones about an earlier command."""
-        state = self._pools[messages[0].sender[0]]
+    async def receive(self, messages: Sequence[Message]) -> None:
+        """Take messages of residents; drop late ones about an earlier command."""
         for message in messages:
+            state = self._pools[message.sender.pool]
             if message.number != state.number or not state.includes(message.sender):
                 continue
-            if isinstance(message, Reply):
+            if isinstance(message.value, Progress):
+                state.take_progress(message.sender.index, message.value)
+            else:
                 state.take_reply(message)
-            elif message.progress is not None:
-                state.take_progress(message.sender[1], message.progress)
-        state.changed.notify()
+            state.changed.notify()
 
     async def is_closed(self, pool: str) -> bool:
         return isinstance(self._pools[pool].command, Close)
 
     async def shared(self) -> list[Any] | None:
-        """Return where the in-memory data set is."""
+        """Return the reference to what residents share, in a list."""
         return self._shared
 
     # Called by the driver.
@@ -215,9 +201,6 @@ class Mailbox:
         state = self._pools[pool]
         await state.changed.wait_for(lambda: len(state.residents.keys() | state.lost) >= count)
         return [r for index, r in sorted(state.residents.items()) if index not in state.lost]
-
-    async def joined(self, pool: str) -> list[Resident]:
-        return list(self._pools[pool].residents.values())
 
     async def lose(self, pool: str, index: int) -> None:
         """Give a resident up: nobody waits for it until it joins again."""

@@ -1,7 +1,4 @@
-"""The process group of the workers: Ray Train connects it, commands travel in it.
-
-Its key-value store listens on one address only.
-"""
+"""The process group of the workers: Ray Train connects it, commands travel in it."""
 
 from __future__ import annotations
 
@@ -26,6 +23,11 @@ _TorchBackend: Any = TorchConfig().backend_cls
 _rendezvous: Any = import_module("torch.distributed.rendezvous")
 _TCPStore = _rendezvous.TCPStore
 
+# A worker whose peer died fails in its next collective, with an error that nothing distinguishes
+# from a user's. Ray Train ends the whole group as soon as it knows: of a process on this node
+# within seconds, of another node after half a minute. A worker that is still alive after this
+# time reports the error as its own.
+_PROCESS_FAILURE_GRACE_S, _NODE_FAILURE_GRACE_S = 15.0, 60.0
 # Ranks wait for the next command as long as the search by slots takes, or the driver lives.
 _NO_LIMIT = timedelta(days=1000)
 
@@ -37,14 +39,17 @@ def backend_of(*, use_gpu: bool) -> Literal["nccl", "gloo"]:
 
 
 class CommandGroup(Group):
-    """A gloo group of all ranks for commands and replies.
+    """A gloo group of all ranks for commands and replies; gradients have another group.
 
-    Gradients have another group, on GPUs with NCCL. `dump` pickles a value; references in it stay
-    valid while the sender keeps the value.
+    `dump` pickles a value; references in it stay valid while the sender keeps the value.
     """
 
-    def __init__(self, dump: Callable[[object], bytes] = dump_command) -> None:
+    def __init__(self, local_size: int, dump: Callable[[object], bytes] = dump_command) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        on_one_node = local_size == self.size
+        self.peer_failure_grace_s = (
+            _PROCESS_FAILURE_GRACE_S if on_one_node else _NODE_FAILURE_GRACE_S
+        )
         self._dump = dump
         self._group: Any = dist.new_group(backend="gloo", timeout=_NO_LIMIT)
         # A connection of its own: a client serves one call at a time.

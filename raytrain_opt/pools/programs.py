@@ -33,8 +33,7 @@ _COLLECTIVE_MARGIN_S = 60
 class SynchronousProgram:
     """What runs in workers that compute each step together, and in slots.
 
-    Pickled with the configuration; Ray Train and torch are imported inside the methods, because
-    the driver creates these objects and imports neither.
+    The driver creates it, and imports neither Ray Train nor torch: the methods do.
     """
 
     forms_group: ClassVar[bool] = True  # of all workers, so that one failure restarts all
@@ -56,7 +55,8 @@ class SynchronousProgram:
         from raytrain_opt.pools.process_group import CommandGroup
         from raytrain_opt.pools.resident import Group
 
-        return Group() if context.get_world_size() == 1 else CommandGroup()
+        local_size = context.get_local_world_size()
+        return Group() if context.get_world_size() == 1 else CommandGroup(local_size)
 
     def make_handler(self, config: ResidentConfig, context: TrainContext, group: Group) -> Handler:
         """Build model and data, and distribute the model over the process group."""
@@ -109,9 +109,9 @@ class ResidentConfig:
     max_restarts: int  # of the worker group, and of each slot
     timeouts: TimeoutsSection
     run_id: str
-    mailbox: Any  # handle of the Mailbox actor
     ray_storage_path: str
     program: SynchronousProgram = field(default_factory=SynchronousProgram)
+    mailbox: Any = None  # handle of the Mailbox actor
 
     def fetch_inputs(self) -> tuple[LearnerConfig, SharedData]:
         """Return the settings with the user's objects, and the data that a node's processes share.

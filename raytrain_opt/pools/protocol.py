@@ -19,7 +19,7 @@ from raytrain_opt.pools.commands import (
     StateRef,
 )
 from raytrain_opt.recording.records import Event, StalenessRecord
-from raytrain_opt.results import EvalTotals, Predictions, Probe, Split, TrainTotals
+from raytrain_opt.results import EvalTotals, Predictions, Split, TrainTotals
 
 if TYPE_CHECKING:
     from raytrain_opt.train.state import TrainingState
@@ -83,25 +83,6 @@ class Pool(Protocol):
 
     def restarts(self) -> int:
         """Return how often a resident was restarted."""
-
-
-@dataclass(frozen=True)
-class MeasuredProbe:
-    """A probe and the process that measured it, or why there is none: the process died."""
-
-    probe: Probe | None
-    pid: int | None
-    why: str = ""
-
-
-class Prober(Protocol):
-    """A process that measures batch sizes."""
-
-    def measure(self, batch_size: int, *, check: bool) -> MeasuredProbe:
-        """Measure a batch size; `check`: for longer, and with an evaluation."""
-
-    def end(self) -> None:
-        """Let a new process measure the next size, with all memory free."""
 
 
 @dataclass(frozen=True)

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import ray
 
 from raytrain_opt.clock import monotonic_s
-from raytrain_opt.cluster.actor_tree import end_actor_tree, wait_for_exit
+from raytrain_opt.cluster.actor_tree import wait_for_exit
 from raytrain_opt.cluster.connection import answer, gone_nodes, raise_if_ray_ended
-from raytrain_opt.cluster.ray_private import ended_processes, root_cause
+from raytrain_opt.cluster.ray_private import root_cause
 from raytrain_opt.config.batch_size import BatchSizeSection
 from raytrain_opt.config.schema import TimeoutsSection
 from raytrain_opt.errors import PoolError, RaytrainOptError
 from raytrain_opt.pools.commands import (
-    WORKER_POOL,
     Close,
     Command,
     Failure,
@@ -31,19 +29,15 @@ from raytrain_opt.pools.commands import (
     StateLost,
     state_in,
 )
-from raytrain_opt.pools.protocol import MeasuredProbe, OnWait
+from raytrain_opt.pools.protocol import OnWait
 from raytrain_opt.pools.state_store import RayStateStore
 from raytrain_opt.recording.records import Event
+from raytrain_opt.results import Probe
 
 # Escape sequences in texts of Ray.
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 # How often the driver looks for progress while it waits: often enough for a progress bar.
 _POLL_S = 0.5
-
-_NODES_GONE = (
-    "Nodes have left the cluster, and the others may have no room for all workers: "
-    "workers.count: {min: …, max: …} lets a training continue with fewer"
-)
 
 
 @dataclass
@@ -74,10 +68,11 @@ class RayPool:
         ref = self.mailbox.residents.remote(self.name, self.size)
         start_s = monotonic_s()
         if not self._wait(ref, lambda _: monotonic_s() - start_s > limit_s):
-            joined = {resident.index for resident in self._joined()}
-            missing = self._describe(sorted(set(range(self.size)) - joined))
+            joined = {resident.index for resident in self._residents()}
+            missing = sorted(set(range(self.size)) - joined)
+            names = ", ".join(f"{self.name} {index}" for index in missing)
             raise PoolError(
-                f"{missing} did not start within {monotonic_s() - start_s:.0f} s "
+                f"{names} did not start within {monotonic_s() - start_s:.0f} s "
                 f"(timeouts.start_s: {limit_s:g})"
             )
         self._ready = True
@@ -137,8 +132,8 @@ class RayPool:
     def _status(self) -> PoolStatus:
         return cast(PoolStatus, answer(self.mailbox.status.remote(self.name)))
 
-    def _joined(self) -> list[Resident]:
-        return cast("list[Resident]", answer(self.mailbox.joined.remote(self.name)))
+    def _residents(self) -> list[Resident]:
+        return cast("list[Resident]", answer(self.mailbox.residents.remote(self.name, 0)))
 
     def _pin_states(self, replies: Mapping[int, Any]) -> bool:
         """Hold the states in the replies; return False when one was lost, here or on its way."""
@@ -164,21 +159,23 @@ class RayPool:
         return True
 
     def _explain_silence(self, command: Command, overdue: Sequence[Overdue]) -> str:
-        reports = "; ".join(map(self._describe_silence, overdue))
-        nodes = gone_nodes()
-        node_failed = any(resident.node_id in nodes for resident in self._joined())
-        is_fixed = self.name == WORKER_POOL and self.has_room is None
-        hint = ". " + _NODES_GONE if node_failed and is_fixed else ""
+        residents, gone = {r.index: r for r in self._residents()}, gone_nodes()
+
+        def describe(late: Overdue) -> str:
+            name, progress = f"{self.name} {late.index}", late.progress
+            if resident := residents.get(late.index):
+                address = gone.get(resident.node_id)
+                node = f"; its node {address} is gone, see workers.count" if address else ""
+                name += f" (pid {resident.pid}, {resident.log}{node})"
+            steps = "no step" if progress is None else f"{progress.done} of {progress.total} steps"
+            return f"{name}: {steps}, silent for {late.silent_s:.0f} s"
+
+        reports = "; ".join(map(describe, overdue))
         return (
             f"no progress of {command.name} for {self._status().silence_s:.0f} s "
             f"(timeouts.no_progress_s: {self.limit_s:g}). Without an answer, the one furthest "
-            f"behind first: {reports}{hint}"
+            f"behind first: {reports}"
         )
-
-    def _describe_silence(self, overdue: Overdue) -> str:
-        progress = overdue.progress
-        steps = "no step" if progress is None else f"{progress.done} of {progress.total} steps"
-        return f"{self._describe([overdue.index])}: {steps}, silent for {overdue.silent_s:.0f} s"
 
     def raise_if_ended(self) -> None:
         """Raise the error of `why_ended` when the pool is no longer there."""
@@ -191,21 +188,6 @@ class RayPool:
             raise
         except Exception as error:  # whatever ended it is the cause we report
             raise why_ended(self.name, error) from error
-
-    def _describe(self, indices: list[int]) -> str:
-        """Return the names of residents, with process, log and lost node where known."""
-        residents = {resident.index: resident for resident in self._joined()}
-        gone = gone_nodes()
-
-        def describe(index: int) -> str:
-            resident = residents.get(index)
-            if resident is None:
-                return f"{self.name} {index}"
-            address = gone.get(resident.node_id)
-            node = f"; its node {address} is gone" if address else ""
-            return f"{resident.name} (pid {resident.pid}, {resident.log}{node})"
-
-        return ", ".join(map(describe, indices))
 
     def new_events(self) -> list[Event]:
         mailbox_s, events = answer(self.mailbox.new_events.remote(self.name, self._received))
@@ -234,21 +216,24 @@ class RayPool:
 
 @dataclass
 class ProbingSlot:
-    """A slot that measures batch sizes, started when needed; implements `Prober`."""
+    """A slot that measures batch sizes, started when needed."""
 
     pool: RayPool
     section: BatchSizeSection
     timeouts: TimeoutsSection
     _process: Resident | None = None
 
-    def measure(self, batch_size: int, *, check: bool) -> MeasuredProbe:
-        """Measure a batch size. Raises what the training raised, PoolError without an answer."""
+    def measure(self, batch_size: int, *, check: bool) -> Probe:
+        """Measure a batch size; `check`: for longer, and with an evaluation.
+
+        Raises what the training raised, PoolError without an answer.
+        """
         if self._process is None:
             self.pool.start()
             [self._process] = self.pool.wait_until_ready(self.timeouts.start_s)
         replies = self.pool.command(ProbeBatchSize(self.section, batch_size, check))
         if replies:
-            return MeasuredProbe(replies[0], self._process.pid)
+            return replace(cast(Probe, replies[0]), pid=self._process.pid)
         try:
             self.pool.wait_for_end(self.timeouts.stop_s)
             self.pool.raise_if_ended()
@@ -256,7 +241,7 @@ class ProbingSlot:
         except PoolError as error:
             why = str(error)
         self.end()
-        return MeasuredProbe(None, None, why)
+        return Probe(batch_size, "died", why=why)
 
     def end(self) -> None:
         """Let a new process measure the next size, when this one and its memory are gone."""
@@ -289,30 +274,3 @@ def why_ended(pool: str, error: Exception | None) -> RaytrainOptError:
         "of it may have been killed (out of memory?); see Ray's session logs. max_restarts sets "
         "how often they are restarted."
     )
-
-
-@contextmanager
-def running(*pools: RayPool, launcher: Any, stop_s: float) -> Iterator[None]:
-    """Keep the pools for the time of the block; they start when `RayPool.start` is called.
-
-    Leaving the block asks their residents to leave and gives them `stop_s` seconds; a pool that is
-    still starting, or in the middle of a command, gets no time. Then the launcher is ended with
-    everything it ever started, so that nothing of the run is left: no actor, no process, no
-    placement group.
-    """
-    try:
-        yield
-    finally:
-        if not ended_processes():
-            _close(pools, launcher, stop_s)
-
-
-def _close(pools: Sequence[RayPool], launcher: Any, stop_s: float) -> None:
-    for pool in pools:
-        pool.request_close()
-    deadline_s = monotonic_s() + stop_s
-    for pool in pools:
-        if not pool.at_work:
-            pool.wait_for_end(max(0.0, deadline_s - monotonic_s()))
-    end_actor_tree(launcher)
-    ray.kill(pools[0].mailbox)

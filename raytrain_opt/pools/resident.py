@@ -1,14 +1,13 @@
 """The life of a resident process: join, execute commands, leave. Free of torch.
 
 Workers that form a process group have one voice: the first rank takes a command from the mailbox
-and broadcasts it in the group, and gathers the replies of all ranks. The mailbox has one caller
-for each group, whatever its size. Two things go other ways: the progress of the ranks, which a
-hung collective must not stop, and an exception that other ranks may not have.
+and broadcasts it in the group, and gathers the replies of all ranks. Two things go other ways: the
+progress of the ranks, which a hung collective must not stop, and an exception that other ranks may
+not have.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
@@ -21,17 +20,15 @@ from typing import Any, Protocol, TypeVar, cast
 import ray
 from ray import cloudpickle
 
-from raytrain_opt.clock import monotonic_s
 from raytrain_opt.errors import is_lost_connection
 from raytrain_opt.pools.commands import (
     Close,
     Command,
     Failure,
+    Message,
     OnStep,
     Progress,
     Regroup,
-    Reply,
-    Report,
     Resident,
     StateLost,
     state_in,
@@ -43,15 +40,6 @@ from raytrain_opt.user_code import exits_as_errors
 # Often enough for a progress bar and for the driver's limit of silence. A command that takes less
 # costs one call only.
 _PROGRESS_INTERVAL_S = 1.0
-
-# A worker whose peer died fails in its next collective, with an error that nothing distinguishes
-# from a user's. Ray Train ends the whole group as soon as it knows: of a process on this node
-# within seconds, of another node after half a minute. A worker that is still alive after this
-# time reports the error as its own.
-_PROCESS_FAILURE_GRACE_S, _NODE_FAILURE_GRACE_S = 15.0, 60.0
-
-# A rank whose failure makes all hang says so before the driver can say only that they do.
-_OF_DRIVERS_LIMIT = 0.75
 
 T = TypeVar("T")
 
@@ -70,12 +58,12 @@ class ResidentMailbox:
         current, is_over = ray.get(self._actor.join.remote(residents, absent))
         return current, *self.reply(current if is_over else 0, [])
 
-    def reply(self, number: int, replies: list[Reply]) -> tuple[int, Command]:
+    def reply(self, number: int, replies: list[Message]) -> tuple[int, Command]:
         """Send the replies to a command; wait for the next one and return it with its number."""
         next_command = ray.get(self._actor.exchange.remote(self._pool, number, replies))
         return cast("tuple[int, Command]", next_command)
 
-    def send(self, messages: Sequence[Reply | Report]) -> None:
+    def send(self, messages: Sequence[Message]) -> None:
         ray.get(self._actor.receive.remote(messages))
 
 
@@ -84,10 +72,6 @@ class Handler(Protocol):
 
     def handle(self, command: Command, on_step: OnStep) -> Any:
         """Execute the command and return the reply. Call `on_step(done, total)` before a step."""
-
-    @property
-    def failure(self) -> Exception | None:
-        """Why the command may wait for other ranks in vain, while it makes no progress."""
 
     def close(self) -> None:
         """Release what outlives a function call, such as loader processes."""
@@ -100,6 +84,7 @@ class Group:
     """
 
     rank, size = 0, 1
+    peer_failure_grace_s = 0.0  # before an error that a peer's death may have caused counts
 
     def broadcast(self, value: T | None) -> T:
         """Return the value of the first rank."""
@@ -124,25 +109,20 @@ def serve(
     config: ResidentConfig,
     pool: str,
     index: int,
-    make_handler: Callable[[Group], Handler],
-    *,
-    make_group: Callable[[], Group] = Group,
-    absent: tuple[int, ...] = (),
-    peer_failure_grace_s: float = 0.0,
+    make_handler: Callable[[], Handler],
+    group: Group | None = None,
+    absent: Sequence[int] = (),
 ) -> None:
     """Build a handler and execute commands with it (see `CommandLoop`) until the pool closes."""
-    group = make_group()
     with exits_as_errors():
-        handler = make_handler(group)
+        handler = make_handler()
     context, pid = ray.get_runtime_context(), os.getpid()
     log = f"worker-{context.get_worker_id()}-*-{pid}.err in Ray's session logs"
     loop = CommandLoop(
         ResidentMailbox(config.mailbox, pool),
         Resident(pool, index, context.get_node_id(), pid, log),
-        peer_failure_grace_s,
-        group,
+        group or Group(),
         absent,
-        _OF_DRIVERS_LIMIT * config.timeouts.no_progress_s,
     )
     try:
         loop.run(handler)
@@ -156,10 +136,8 @@ class CommandLoop:
 
     mailbox: ResidentMailbox
     resident: Resident
-    peer_failure_grace_s: float = 0.0  # before an error that a peer's death may have caused counts
     group: Group = field(default_factory=Group)
-    absent: tuple[int, ...] = ()  # ranks that the group does without
-    no_progress_s: float = math.inf  # until a failure that makes other ranks wait is an error
+    absent: Sequence[int] = ()  # ranks that the group does without
     _left: threading.Event = field(default_factory=threading.Event)
     _residents: list[Resident] = field(default_factory=list)  # those that this one speaks for
     # The command that is executed, by number, and its progress.
@@ -167,8 +145,7 @@ class CommandLoop:
 
     def run(self, handler: Handler) -> None:
         self.group.share((0,))
-        report = partial(self._report, handler)
-        threading.Thread(target=report, daemon=True, name="report-progress").start()
+        threading.Thread(target=self._report, daemon=True, name="report-progress").start()
         try:
             self._run(handler)
         finally:
@@ -203,10 +180,10 @@ class CommandLoop:
         try:
             yield
         except RuntimeError:
-            time.sleep(self.peer_failure_grace_s)
+            time.sleep(self.group.peer_failure_grace_s)
             raise
 
-    def _execute(self, handler: Handler, number: int, command: Command) -> Reply:
+    def _execute(self, handler: Handler, number: int, command: Command) -> Message:
         self._work = number, None
         try:
             joined = isinstance(command, Regroup)
@@ -219,11 +196,11 @@ class CommandLoop:
         self._work = None
         return self._reply(number, value)
 
-    def _reply(self, number: int, value: Any) -> Reply:
+    def _reply(self, number: int, value: Any) -> Message:
         failed = isinstance(value, Failure | StateLost)
         if state_in(value) is None:
             value = cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
-        return Reply(self.resident.sender, number, value, failed)
+        return Message(self.resident, number, value, failed)
 
     def _fail(self, error: Exception, number: int) -> Failure:
         """Return an exception as a reply; raise it if a peer died.
@@ -232,7 +209,7 @@ class CommandLoop:
         group may wait for this one in a collective, so it calls the mailbox itself.
         """
         if isinstance(error, RuntimeError):  # what collectives raise
-            time.sleep(self.peer_failure_grace_s)
+            time.sleep(self.group.peer_failure_grace_s)
             if is_lost_connection(error):
                 raise error  # nobody died: let Ray start the process group anew
         failure = to_failure(error)
@@ -246,38 +223,25 @@ class CommandLoop:
 
         return on_step
 
-    def _report(self, handler: Handler) -> None:
+    def _report(self) -> None:
         """Report progress, also of a hung command."""
-        reported, since_s = self._work, monotonic_s()
         while not self._left.wait(_PROGRESS_INTERVAL_S):
             if (work := self._work) is not None:
                 self._exchange_reports(*work)
-                if work is not reported:
-                    reported, since_s = work, monotonic_s()
-                is_overdue = monotonic_s() - since_s > self.no_progress_s
-                if self.group.size > 1 and is_overdue and (failure := handler.failure) is not None:
-                    self.mailbox.send([self._reply(work[0], to_failure(failure))])
 
     def _exchange_reports(self, number: int, progress: Progress | None) -> None:
         """Let the driver know the progress of all ranks. Ends the process if the run has ended."""
         values = (number,) if progress is None else (number, progress.done, progress.total)
         try:
-            shared = zip(self._residents, self.group.share(values), strict=True)
-            reports = [
-                Report(resident.sender, number, Progress(*steps) if steps else None)
-                for resident, (number, *steps) in shared
-            ]
-            if reports:
+            shared = self.group.share(values)
+            if self.group.rank == 0:  # also without any step: to learn whether the mailbox lives
+                reports = [
+                    Message(resident, number, Progress(*steps))
+                    for resident, (number, *steps) in zip(self._residents, shared, strict=True)
+                    if steps
+                ]
                 self.mailbox.send(reports)
         except (RuntimeError, ray.exceptions.ActorUnavailableError):
             pass  # the mailbox cannot be reached now, or the first rank has died, as this one will
         except ray.exceptions.ActorDiedError:
             os._exit(1)
-
-
-def peer_failure_grace_s(world_size: int, local_world_size: int) -> float:
-    """Return how long a worker withholds an error that a peer's death may have caused."""
-    if world_size == 1:
-        return 0.0
-    on_one_node = world_size == local_world_size
-    return _PROCESS_FAILURE_GRACE_S if on_one_node else _NODE_FAILURE_GRACE_S

@@ -250,16 +250,10 @@ class BatchSizeProbeRecord(Record):
 
     @classmethod
     def from_probe(
-        cls, number: int, probe: Probe, reason: str, *, check: bool, pid: int | None
+        cls, number: int, probe: Probe, reason: str, *, check: bool
     ) -> BatchSizeProbeRecord:
         """Return the record of the probe with this number."""
-        values = {
-            "probe": number,
-            "check": check,
-            "reason": reason,
-            "error": probe.why,
-            "pid": pid,
-        }
+        values = {"probe": number, "check": check, "reason": reason, "error": probe.why}
         return cls.from_values(vars(probe) | values)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -141,9 +140,7 @@ def test_a_metric_of_a_whole_set_decides_candidates_the_best_epoch_and_the_end(
     assert result.test_metric == epochs[-1]["test_metrics"]["f1"]
     assert result.test_metric > 0.8
     best = max(range(len(epochs)), key=lambda i: epochs[i]["test_metrics"]["f1"])
-    [line] = re.findall(f"best epoch    {best + 1} of .*", capsys.readouterr().out)
-    assert ", loss 0." in line
-    assert ", auc 0." in line
+    assert f"best epoch    {best + 1} of " in capsys.readouterr().out
     [first, *_] = read_lines(result.run_dir, "rounds")
     scores = {c["index"]: c["val_metric"] for c in first["candidates"]}
     assert scores[first["winner"]] == max(scores.values())

@@ -26,7 +26,7 @@ def main(port: int, rank: int, world_size: int, folder: Path) -> Any:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.destroy_process_group()  # of the tests: this one has a store of its own
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
-    group = CommandGroup(pickle.dumps)
+    group = CommandGroup(2, pickle.dumps)
     group.share((0,))
     heard = [group.broadcast("x" * n if rank == 0 else None) for n in SIZES]
     gathered = [group.gather({"rank": rank, "content": "x" * n * rank}) for n in SIZES]

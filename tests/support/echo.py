@@ -61,8 +61,6 @@ class Echo:
                 return Done(command.name, self.states.get(command.state))
         raise ValueError("planted failure")
 
-    failure = None
-
     def close(self) -> None: ...
 
 

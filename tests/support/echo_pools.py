@@ -16,12 +16,7 @@ import ray
 
 from raytrain_opt.cluster.resources import PoolPlan
 from raytrain_opt.config.schema import TimeoutsSection
-from raytrain_opt.execution.start import (
-    make_slots,
-    make_workers,
-    start_launcher,
-    start_mailbox,
-)
+from raytrain_opt.execution.start import resident_pools
 from raytrain_opt.pools.commands import (
     MainTrain,
     Pretrain,
@@ -30,7 +25,7 @@ from raytrain_opt.pools.commands import (
     StateRef,
 )
 from raytrain_opt.pools.programs import ResidentConfig
-from raytrain_opt.pools.ray_pool import RayPool, running
+from raytrain_opt.pools.ray_pool import RayPool
 from raytrain_opt.pools.state_store import RayStateStore
 from raytrain_opt.results import Steps
 from raytrain_opt.search.policy import Candidate, TryCandidates
@@ -89,8 +84,6 @@ def echo_pools(
     no_progress_s: float = 120,
 ) -> Iterator[EchoPools]:
     """Start pools of these sizes and end them as a run does. `faults`: `tests.support.faults`."""
-    mailbox = start_mailbox([ray.put(None)])
-    launcher = start_launcher(local=False, start_s=120)
     small = {"CPU": 0.2}  # so that several pools fit on the Ray of the tests
     config = ResidentConfig(
         learner=LearnerConfig.from_job(small_job(storage)),
@@ -103,18 +96,14 @@ def echo_pools(
         max_restarts=max_restarts,
         timeouts=TimeoutsSection(no_progress_s=no_progress_s, stop_s=2),
         run_id=f"echo-{time.time_ns()}",
-        mailbox=mailbox,
         ray_storage_path=str(storage / "ray"),
         program=EchoProgram(worker_environment or {}),
     )
     happened = storage / "faults"
     happened.mkdir()
     config = Faults([Fault(**fault) for fault in faults], str(happened)).install(config)
-    states = RayStateStore()
-    train = make_workers(config, launcher, states)
-    tune = make_slots(config, launcher, states)
-    used = [pool for pool in (train, tune) if pool.size]
-    with running(*used, launcher=launcher, stop_s=2):
+    with resident_pools(config, [ray.put(None)], owns_ray=False) as (train, tune):
+        used, states = [pool for pool in (train, tune) if pool.size], train.states
         for pool in used:
             pool.start()
         start = states.put("start", DRIVERS)  # type: ignore[arg-type]

@@ -133,10 +133,6 @@ class FaultyHandler:
             command, self.faults.inject(self.role, self.index, command, on_step)
         )
 
-    @property
-    def failure(self) -> Exception | None:
-        return self.handler.failure
-
     def close(self) -> None:
         self.handler.close()
 

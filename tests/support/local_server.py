@@ -18,6 +18,7 @@ from raytrain_opt.async_training.weight_shard import (
     from_wire,
     to_wire,
 )
+from raytrain_opt.async_training.worker import RemoteServer
 from raytrain_opt.data.base import DataInfo
 from raytrain_opt.models import build_model
 from raytrain_opt.train.state import TrainingState
@@ -57,8 +58,8 @@ class LocalServer:
 
 
 @dataclass
-class LocalClient:
-    """The server as one worker sees it; implements `worker_loop.ParameterServer`."""
+class LocalClient(RemoteServer):
+    """The server as one worker sees it."""
 
     server: LocalServer
     worker: int

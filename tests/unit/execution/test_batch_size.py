@@ -186,7 +186,7 @@ def test_a_slot_that_probes_has_the_resources_and_threads_of_a_worker(tmp_path: 
     def config(node: dict[str, float], **workers: Any) -> ResidentConfig:
         spread = job(workers={"count": 4, **workers}, storage_path=str(tmp_path))
         plan = plan_pools(spread, 0, [node] * 2)
-        return prober_config(spread, plan, Placement.from_job(spread), paths, None)
+        return prober_config(spread, plan, Placement.from_job(spread), paths)
 
     on_cpu = config({"CPU": 8.0}, resources={"CPU": 4})
     assert (on_cpu.plan.slots, on_cpu.plan.slots_per_node) == (1, 2)  # two workers on a node

@@ -58,7 +58,6 @@ def test_a_run_in_one_process_leaves_the_files_of_a_run_on_ray(
     assert not ray.is_initialized()
     out = capsys.readouterr().out
     assert "in one process, without Ray" in out
-    assert "*.jsonl" in out
     assert (len(result.lrs), result.summary["search"]["rounds"]) == (
         2 * result.summary["steps_per_epoch"],
         2,
@@ -137,10 +136,7 @@ def test_a_finished_run_is_extended_with_one_command(
     assert lrs == [*first.lrs, *longer.lrs[len(first.lrs) :]]
     [_, event] = read_lines(first.run_dir, "events")
     assert (event["kind"], event["epoch"]) == ("length", 3)
-    assert event["text"] == (
-        "the schedule now covers 4 epochs, not 2: the rate goes from "
-        f"{first.lrs[-1]:.3g} to {lrs[len(first.lrs)]:.3g}"
-    )
+    assert event["text"] == "the schedule now covers 4 epochs, not 2"
     assert load_job(Path(first.run_dir, "job.yaml")).epochs == 4
     assert json.loads(Path(first.run_dir, "result.json").read_text())["epochs"] == 4
     with pytest.raises(JobError, match="has finished"):

@@ -98,11 +98,11 @@ class Logged(nn.Linear):
 
 def test_what_cannot_be_sent_to_workers_is_named(tmp_path: Path) -> None:
     job = job_of(tmp_path, model=nn.Sequential(nn.ReLU(), Logged()))
-    with pytest.raises(JobError, match=r"model\.1\.settings\.lock: cannot be sent .*\.lock'"):
+    with pytest.raises(JobError, match=r"model: cannot be sent .*\.lock'"):
         _pickle_sections(job)
     task = ScaledLoss(1.0)
     task.factor = lambda lock=threading.Lock(): lock  # type: ignore[assignment]  # noqa: B008
-    with pytest.raises(JobError, match=r"task\.factor: cannot be sent"):
+    with pytest.raises(JobError, match=r"task: cannot be sent"):
         _pickle_sections(job_of(tmp_path, task=task))
 
 

@@ -14,7 +14,6 @@ import pytest
 from raytrain_opt.config.load import parse_job
 from raytrain_opt.errors import PoolError, ResidentError, ResourcesError
 from raytrain_opt.execution.batch_size import run_probes
-from raytrain_opt.pools.protocol import MeasuredProbe
 from raytrain_opt.recording.records import BatchSizeProbeRecord
 from raytrain_opt.results import Probe
 from raytrain_opt.search.batch_size.strategy import BatchSizeChoice, SizeBounds, Strategy
@@ -49,22 +48,20 @@ def strategy(**search: Any) -> Strategy:
 
 @dataclass
 class FakeProber:
-    """Implements `protocol.Prober`: answers to probes and to checks, and its processes."""
+    """Answers to probes and to checks, and its processes; as `ray_pool.ProbingSlot`."""
 
     probe: Answer
     checked: Answer
     starts: int = 0
     alive: bool = False
 
-    def measure(self, batch_size: int, *, check: bool) -> MeasuredProbe:
+    def measure(self, batch_size: int, *, check: bool) -> Probe:
         self.starts += not self.alive
         probe = (self.checked if check else self.probe)(batch_size)
         self.alive = probe is not None
-        return (
-            MeasuredProbe(None, None, "killed")
-            if probe is None
-            else MeasuredProbe(probe, self.starts)
-        )
+        if probe is None:
+            return Probe(batch_size, "died", why="killed")
+        return replace(probe, pid=self.starts)
 
     def end(self) -> None:
         self.alive = False
@@ -75,7 +72,7 @@ def run(
 ) -> tuple[BatchSizeChoice, list[BatchSizeProbeRecord], FakeProber]:
     """Search with a process that answers so to probes and to checks."""
     prober, records = FakeProber(probe, check), list[BatchSizeProbeRecord]()
-    choice = run_probes(search or strategy(), prober, 2, records.append)
+    choice = run_probes(search or strategy(), prober, 2, records.append)  # type: ignore[arg-type]
     return choice, records, prober
 
 

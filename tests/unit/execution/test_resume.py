@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from raytrain_opt.config.load import dump_job, parse_job
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, StorageError
 from raytrain_opt.execution.resolve import Placement, settle
-from raytrain_opt.execution.resume import check_edited_job, find_run, job_fields
+from raytrain_opt.execution.resume import check_continues, find_run, job_fields
 from raytrain_opt.execution.workspace import how_to_resume
 from raytrain_opt.paths import ENDING, RunPaths, mark_ended
 from raytrain_opt.storage import join, write, write_json
@@ -106,8 +105,8 @@ def test_a_run_whose_command_was_killed_after_its_result_is_found(storage: str) 
         ({"checkpoint": {"keep": 5}}, None),
         ({"epochs": 9}, None),
         ({"epochs": 2}, "epochs: must be more than the 2 epochs"),
-        ({"seed": 1}, r"job.yaml: of .* was edited .*epochs=N.*seed: is 0 in that run"),
-        ({"seed": 1, "epochs": 9}, "was edited since the latest checkpoint"),
+        ({"seed": 1}, r"resume: continues .*seed: is 0 in that run"),
+        ({"seed": 1, "epochs": 9}, r"resume: continues .*seed: is 0 in that run"),
     ],
 )
 def test_an_edited_job_is_compared_with_the_one_of_the_checkpoint(
@@ -119,7 +118,7 @@ def test_an_edited_job_is_compared_with_the_one_of_the_checkpoint(
     write(run_dir, "epochs.jsonl", epochs(2))
     same, _ = find_run(edited, run_dir)
     with nullcontext() if message is None else pytest.raises(JobError, match=f"(?s){message}"):
-        check_edited_job(same, job_fields(trained), 2, run_dir)
+        check_continues(same, job_fields(trained), run_dir)
 
 
 def test_a_job_resumes_only_when_it_says_so(tmp_path: Path) -> None:
@@ -132,14 +131,12 @@ def test_a_job_resumes_only_when_it_says_so(tmp_path: Path) -> None:
 def test_another_job_is_refused_with_the_fields_that_differ(storage: str) -> None:
     run_dir = make_run(storage, "r-20260101-000000-aaaaaaaaaaaaaaaa", job(storage), *SAVED)
     schedule = {"policy": "schedule", "shape": "linear"}
-    other = job(storage, model="small_cnn", epochs=5, learning_rate=schedule)
+    other = job(storage, model="small_cnn", learning_rate=schedule)
     with pytest.raises(JobError) as caught:
         found_run(other)
     message = str(caught.value)
-    assert f"resume: auto found the unfinished run {run_dir}" in message
-    assert f"raytrain-opt run --resume {quote(run_dir)}, or start" in message
-    assert "--set resume=never" in message
-    assert "epochs: is 3 in that run (given: 5)" in message
+    assert f"resume: continues {run_dir}, in which only epochs, " in message
+    assert "start a new run, with resume: never" in message
     assert "model.args.width: is 4 in that run (given: not set)" in message
     assert "learning_rate.policy: is 'stpt' in that run (given: 'schedule')" in message
     assert "learning_rate.shape: is not set in that run (given: 'linear')" in message

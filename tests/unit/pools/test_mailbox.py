@@ -11,10 +11,9 @@ import pytest
 from raytrain_opt.pools.commands import (
     Close,
     Failure,
+    Message,
     Progress,
     Regroup,
-    Reply,
-    Report,
     Resident,
     SendInitialState,
     StateLost,
@@ -59,11 +58,11 @@ async def join(box: Mailbox, *residents: Resident) -> None:
 
 async def reply(box: Mailbox, sender: Resident, number: int, value: Any) -> None:
     failed = isinstance(value, Failure | StateLost)
-    await box.receive([Reply(sender.sender, number, value, failed)])
+    await box.receive([Message(sender, number, value, failed)])
 
 
-async def report(box: Mailbox, sender: Resident, number: int, progress: Progress | None) -> None:
-    await box.receive([Report(sender.sender, number, progress)])
+async def report(box: Mailbox, sender: Resident, number: int, progress: Progress) -> None:
+    await box.receive([Message(sender, number, progress)])
 
 
 async def post(box: Mailbox, pool: str, number: int) -> int:
@@ -167,7 +166,7 @@ def test_who_joins_a_new_group_was_not_restarted_and_all_of_it_confirm() -> None
         collected = await waiting(box.collect("slot", 1, [0, 1]))
         for index in (0, 1):
             await box.join([resident(index, pid=9)])
-            await box.receive([Reply(resident(index, pid=9).sender, 1, None)])
+            await box.receive([Message(resident(index, pid=9), 1, None)])
         closed = await box.is_closed("slot")
         status = await box.status("slot")
         return await collected, status.restarts, [*status.lost], closed
@@ -271,9 +270,9 @@ def test_the_first_rank_speaks_for_its_group() -> None:
         await box.join(group)
         assert await box.residents("worker", 2) == group
         number = await post(box, "worker", 1)
-        await box.receive([Report(w.sender, number, Progress(w.index, 9)) for w in group])
+        await box.receive([Message(w, number, Progress(w.index, 9)) for w in group])
         assert (await box.status("worker")).progress == Progress(0, 9)
-        replies = [Reply(w.sender, number, w.index) for w in group]
+        replies = [Message(w, number, w.index) for w in group]
         spoken = await waiting(box.exchange("worker", number, replies))
         assert await box.collect("worker", number, [0, 1]) == {0: 0, 1: 1}
         await box.post("worker", number + 1, Close())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 import subprocess
 import sys
@@ -24,11 +23,10 @@ from raytrain_opt.pools.commands import (
     Command,
     Evaluate,
     Failure,
+    Message,
     OnStep,
     Progress,
     Regroup,
-    Reply,
-    Report,
     Resident,
     SendInitialState,
     StateLost,
@@ -46,7 +44,8 @@ class FakeMailbox:
 
     commands: deque[Command]
     replies: list[Any] = field(default_factory=list)
-    reports: list[Progress | None] = field(default_factory=list)
+    reports: list[Progress] = field(default_factory=list)
+    sent: int = 0
     joined: int = 0
     number: int = 0
     current: int = 0  # number of the command before this one
@@ -57,17 +56,19 @@ class FakeMailbox:
         self.joined += len(residents)
         return self.current, *self._next()
 
-    def reply(self, number: int, replies: list[Reply]) -> tuple[int, Command]:
+    def reply(self, number: int, replies: list[Message]) -> tuple[int, Command]:
         self._take(replies)
         assert {reply.number for reply in replies} == {self.number}
         return self._next()
 
-    def send(self, messages: list[Reply | Report]) -> None:
-        self.reports += [message.progress for message in messages if isinstance(message, Report)]
-        self._take([message for message in messages if isinstance(message, Reply)])
+    def send(self, messages: list[Message]) -> None:
+        reports = [message for message in messages if isinstance(message.value, Progress)]
+        self.reports += [message.value for message in reports]
+        self.sent += 1
+        self._take([message for message in messages if message not in reports])
         self.on_send()
 
-    def _take(self, replies: list[Reply]) -> None:
+    def _take(self, replies: list[Message]) -> None:
         self.replies += [pickle.loads(reply.value) for reply in replies]
 
     def _next(self) -> tuple[int, Command]:
@@ -105,8 +106,6 @@ class Echo:
         self.act(command, on_step)
         return command.name
 
-    failure: Exception | None = None
-
     def close(self) -> None: ...
 
 
@@ -139,22 +138,20 @@ def test_progress_is_reported_while_a_command_lasts_also_of_one_that_hangs() -> 
     """What is reported last is how far it came."""
     mailbox = FakeMailbox(deque([EVALUATE]))
 
-    def wait_for(progress: Progress | None) -> None:
-        while progress not in mailbox.reports:
-            time.sleep(0.001)
-
     def act(_: Command, on_step: OnStep) -> None:
-        wait_for(None)
+        while not mailbox.sent:
+            time.sleep(0.001)
         for done in range(4):
             on_step(done, 5)
-        wait_for(Progress(3, 5))
+        while Progress(3, 5) not in mailbox.reports:
+            time.sleep(0.001)
 
     run(Echo(act), mailbox=mailbox)
 
 
 def test_a_short_command_costs_no_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raytrain_opt.pools.resident._PROGRESS_INTERVAL_S", 60.0)
-    assert run(Echo(lambda _, on_step: on_step(1, 5)), *[EVALUATE] * 3).reports == []
+    assert run(Echo(lambda _, on_step: on_step(1, 5)), *[EVALUATE] * 3).sent == 0
 
 
 @pytest.mark.parametrize(
@@ -201,7 +198,7 @@ def test_a_mailbox_that_cannot_be_reached_has_not_died() -> None:
     mailbox = Unavailable(deque([EVALUATE]))
 
     def act(_: Command, on_step: OnStep) -> None:
-        while len(mailbox.reports) < 2:
+        while mailbox.sent < 2:
             time.sleep(0.001)
         on_step(0, 1)
 
@@ -249,6 +246,7 @@ class GroupMember:
     group: ThreadGroup
     rank: int
     size: int
+    peer_failure_grace_s: float = 0.0
 
     def broadcast(self, value: Any) -> Any:
         return self._exchange(value)[0]
@@ -276,15 +274,13 @@ def live(
     group: ThreadGroup,
     make_echo: Callable[[int], Echo],
     mailboxes: list[Any],
-    grace_s: float = 0,
-    no_progress_s: float = math.inf,
 ) -> None:
     """Let each rank, a thread, execute commands until the pool is closed."""
 
     def run_rank(rank: int) -> None:
         resident = Resident("worker", rank, "node", rank, "log")
         member = group.member(rank)
-        loop = CommandLoop(mailboxes[rank], resident, grace_s, member, (), no_progress_s)
+        loop = CommandLoop(mailboxes[rank], resident, member)
         loop.run(make_echo(rank))
 
     with ThreadPoolExecutor(group.size) as pool:
@@ -333,19 +329,3 @@ def test_a_rank_whose_exception_the_others_do_not_have_reports_it_itself() -> No
     live(group, make_echo, [mailbox, others])
     [failure] = others.replies
     assert "planted" in str(failure.error)
-
-
-def test_a_rank_for_which_the_others_wait_in_vain_says_what_it_raised() -> None:
-    """It went on after an exception, and the others wait in a collective of the model's own."""
-    group, mailbox, others = ThreadGroup(2), FakeMailbox(deque([EVALUATE])), FakeMailbox(deque())
-    reported = threading.Event()
-    others.on_send = lambda: others.replies and reported.set()
-
-    def make_echo(rank: int) -> Echo:
-        echo = Echo(lambda *_: reported.wait(20))
-        echo.failure = ValueError("planted") if rank else None
-        return echo
-
-    live(group, make_echo, [mailbox, others], no_progress_s=0.1)
-    assert "planted" in str(others.replies[0].error)
-    assert mailbox.replies == ["evaluate"] * 2
