@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from typing import Any, cast
 
 import ray
@@ -47,9 +48,10 @@ class AsynchronousTraining:
     def train(self, command: MainTrain, *, is_due: IsDue = lambda: False) -> TrainingOutcome:
         """As `MainTraining.train`; all workers wait for the end of the last step."""
         stopwatch = Stopwatch()
-        phase = epoch_phase(self._config, command)
-        trained = None
+        trained, attempts = None, count()
         while trained is None:  # until no shard dies in the phase
+            command = replace(command, attempt=next(attempts))
+            phase = epoch_phase(self._config, command)
             with stopwatch.measure("load_s"):
                 command = self._begin(phase, command)  # its state may have been stored again
             start = self._states.get(command.state)

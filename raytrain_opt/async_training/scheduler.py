@@ -55,7 +55,8 @@ def epoch_phase(config: LearnerConfig, command: MainTrain) -> EpochPhase:
     """Return the phase of a command with the learners' settings."""
     factor = ramp_factor(config.batch_ramp, command.epoch)
     return EpochPhase(
-        id=f"{command.epoch}.{command.steps.first}-{command.steps.end}",
+        # No gradient of an attempt that a shard has ended may change the weights of the next.
+        id=f"{command.epoch}.{command.steps.first}-{command.steps.end}.{command.attempt}",
         epoch=command.epoch,
         steps=command.steps.before(command.end),
         micro_batches=config.worker_count * config.async_split * factor,

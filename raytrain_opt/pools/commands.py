@@ -114,6 +114,7 @@ class MainTrain(Command):
     steps: Steps
     until: int | None = None
     sends: bool = True  # reply with the totals since `state`, rank 0 with the new state
+    attempt: int = 0  # asynchronous workers train it again after a shard of the weights has died
 
     @property
     def total(self) -> int:

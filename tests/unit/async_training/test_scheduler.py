@@ -6,6 +6,8 @@ import heapq
 import random
 from dataclasses import replace
 from itertools import count
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,9 @@ from raytrain_opt.async_training.scheduler import (
     EpochPhase,
     MicroBatchDone,
     SspScheduler,
+    epoch_phase,
 )
+from raytrain_opt.pools.commands import MainTrain, StateRef
 from raytrain_opt.results import Steps
 
 BOUNDS = [0, 1, 2, 4, 16, None]
@@ -174,3 +178,12 @@ def test_a_phase_that_ends_early_ends_with_the_step_that_has_begun(claimed: int,
         numbers.append(number)
     assert scheduler.finished
     assert sorted(numbers) == [*range(end)]
+
+
+def test_each_attempt_of_a_phase_has_an_id_of_its_own() -> None:
+    """A gradient of a worker that died in the attempt before must find no phase."""
+    section = SimpleNamespace(staleness_bound=4)
+    settings: Any = SimpleNamespace(batch_ramp=(), worker_count=2, async_split=1, parallel=section)
+    command = MainTrain(StateRef("start", None), 1, Steps(0, (0.1,) * 3))
+    ids = {epoch_phase(settings, replace(command, attempt=attempt)).id for attempt in range(3)}
+    assert len(ids) == 3
