@@ -154,9 +154,8 @@ def sgd_training(
     **rest: Any,
 ) -> Training:
     """Build a network with momentum SGD; `rest` are more fields of `Training`."""
-    built = build_model(
-        network, num_classes=classes, sample_shape=shape, seed=0, channels_last=True
-    )
+    sizes: dict[str, Any] = {"num_classes": classes, "sample_shape": shape, "seed": 0}
+    built = build_model(network, **sizes, channels_last=True)
     model = PixelInput(built).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
     return Training(model, optimizer, dataset, **rest)
