@@ -125,17 +125,8 @@ class Predictions:
     labels: npt.NDArray[np.int32]  # [samples]
     classes: npt.NDArray[np.int32]  # [samples]
     confidences: npt.NDArray[np.float32]  # [samples], probabilities of the classes
-    files: dict[int, str]  # of the worst mistakes, by position, where samples are files
-
-    def worst_mistakes(self) -> list[int]:
-        """Return the positions of the mistakes with the highest confidence, highest first."""
-        import numpy as np
-
-        wrong = np.flatnonzero(self.labels != self.classes)
-        # A loss of the user's own may be finite where an output is not.
-        order = np.argsort(-np.nan_to_num(self.confidences[wrong]), kind="stable")
-        worst: list[int] = wrong[order[:MAX_MISTAKES]].tolist()
-        return worst
+    # The most confident by position: JPEG, and file; None: no image, no file of its own.
+    mistakes: dict[int, tuple[bytes | None, str | None]]
 
     @classmethod
     def join(cls, parts: Sequence[Predictions | None]) -> Predictions | None:
@@ -146,16 +137,16 @@ class Predictions:
         if not present:
             return None
         starts = accumulate((len(part.labels) for part in present), initial=0)
-        files = {
-            start + position: file
+        mistakes = {
+            start + position: image
             for start, part in zip(starts, present, strict=False)
-            for position, file in part.files.items()
+            for position, image in part.mistakes.items()
         }
         return cls(
             np.concatenate([part.labels for part in present]),
             np.concatenate([part.classes for part in present]),
             np.concatenate([part.confidences for part in present]),
-            files,
+            mistakes,
         )
 
 

@@ -6,6 +6,7 @@ finite are written as null. `make docs` generates the documentation from these m
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import zip_longest
@@ -337,6 +338,9 @@ class Mistake(RecordPart):
     label: int = Field(description="Class of the sample.")
     predicted: int = Field(description="Most probable class.")
     confidence: float = Field(description="Probability of that class.")
+    jpeg: str | None = Field(
+        description="Image of at most 64 x 64, in base64; null if it is none."
+    )
 
 
 class PredictionsRecord(Record):
@@ -364,8 +368,21 @@ class PredictionsRecord(Record):
         import numpy as np
 
         labels, classes = predictions.labels, predictions.classes
-        pairs, counts = np.unique(np.stack([labels, classes], 1), axis=0, return_counts=True)
+        # A loss of the user's own may be finite where an output is not.
         confidences = np.nan_to_num(predictions.confidences.astype(np.float64))
+        pairs, counts = np.unique(np.stack([labels, classes], 1), axis=0, return_counts=True)
+        mistakes = [
+            Mistake(
+                file=file,
+                sample=position,
+                label=int(labels[position]),
+                predicted=int(classes[position]),
+                confidence=float(confidences[position]),
+                jpeg=None if image is None else b64encode(image).decode(),
+            )
+            for position, (image, file) in predictions.mistakes.items()
+        ]
+        mistakes.sort(key=lambda mistake: (-mistake.confidence, mistake.sample))
         return cls(
             epoch=epoch,
             class_names=tuple(class_names),
@@ -373,16 +390,7 @@ class PredictionsRecord(Record):
                 (int(label), int(predicted), int(count))
                 for (label, predicted), count in zip(pairs, counts, strict=True)
             ),
-            mistakes=tuple(
-                Mistake(
-                    file=predictions.files.get(sample),
-                    sample=sample,
-                    label=int(labels[sample]),
-                    predicted=int(classes[sample]),
-                    confidence=float(confidences[sample]),
-                )
-                for sample in predictions.worst_mistakes()
-            ),
+            mistakes=tuple(mistakes[:MAX_MISTAKES]),
         )
 
 

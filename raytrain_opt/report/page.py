@@ -11,14 +11,13 @@ from raytrain_opt.clock import utc_now
 from raytrain_opt.config.section import is_instance
 from raytrain_opt.errors import printable
 from raytrain_opt.recording.records import PredictionsRecord
-from raytrain_opt.report.plots import Section, times
+from raytrain_opt.report.plots import Section, percent, times
 from raytrain_opt.report.run_plots import batch_size_plots, learning_rate_plots, training_plots
 from raytrain_opt.report.run_reader import RunRecords
 from raytrain_opt.report.run_tables import (
     classes_table,
     epochs_table,
     events_table,
-    mistakes_table,
     probes_table,
     rounds_table,
 )
@@ -83,10 +82,18 @@ def _sections(run: RunRecords) -> list[Section]:
 
 def _predictions(record: PredictionsRecord) -> Section:
     """Return accuracies of classes and the most confident mistakes."""
+    names = record.class_names
     samples = sum(count for _, _, count in record.confusion)
     note = (
         f"Predictions on the {times(samples, 'test sample')} after epoch {record.epoch}. A "
         "prediction is the most probable class, its confidence the probability of that class."
     )
-    tables = [mistakes_table(record), classes_table(record)]
-    return Section("predictions", "Predictions", [], tables, note)
+    mistakes = [
+        (
+            mistake.jpeg,
+            f"{names[mistake.predicted]} ({percent(mistake.confidence)})",
+            f"labeled {names[mistake.label]}; {mistake.file or f'test sample {mistake.sample}'}",
+        )
+        for mistake in record.mistakes
+    ]
+    return Section("predictions", "Predictions", [], [classes_table(record)], note, mistakes)

@@ -92,13 +92,17 @@ class Plot:
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the page. `note`: text above its plots."""
+    """A section of the page. `note`: text above its plots.
+
+    `mistakes`: pictures below them, each as JPEG in base64 (None: no picture), text and remark.
+    """
 
     name: str
     title: str
     plots: Sequence[Plot] = ()
     tables: Sequence[Table] = ()
     note: str = ""
+    mistakes: Sequence[tuple[str | None, str, str]] = ()
 
 
 def draw(name: str, title: str, caption: str, paint: Callable[[Axes], None]) -> Plot:

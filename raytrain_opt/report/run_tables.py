@@ -125,17 +125,6 @@ def classes_table(record: PredictionsRecord) -> Table:
     return Table("classes", f"{shown} classes by accuracy.", columns, rows)
 
 
-def mistakes_table(record: PredictionsRecord) -> Table:
-    """Return a row per mistake, highest confidence first."""
-    names = record.class_names
-    rows = []
-    for m in record.mistakes:
-        sample = m.file or f"test sample {m.sample}"
-        rows.append([sample, names[m.label], names[m.predicted], percent(m.confidence)])
-    columns = ("sample", "labeled", "taken for", "confidence")
-    return Table("mistakes", "Mistakes with the highest confidence.", columns, rows)
-
-
 def events_table(run: RunRecords) -> Table:
     """Return a row per event."""
     rows = [

@@ -26,6 +26,9 @@ from raytrain_opt.random_state import preserve_modes
 from raytrain_opt.results import BufferUpdates
 from raytrain_opt.train.tree_sum import TreeSum
 
+# Integers are sent as two halves of this many bits: float64 has both exactly.
+_HALF = 32
+
 
 def set_momentum(model: nn.Module, momentum: float | None) -> None:
     """Set the weight of a new batch in the running averages; None: leave the model's."""
@@ -103,7 +106,7 @@ class StepBuffers:
             total, changes = total.chunk(2)
         means = [*_unpack(total, self._before, self._count)]
         if not self._are_known:
-            sizes = [buffer.numel() for buffer in self._before]
+            sizes = [_packed_size(buffer) for buffer in self._before]
             parts = zip(self._places, torch.split(changes, sizes), strict=True)
             changing = [
                 isinstance(module, _BatchNorm) or bool(part.any())  # waits for the device
@@ -121,21 +124,32 @@ class StepBuffers:
             torch._foreach_copy_(self._buffers, list(values))
 
 
+def _packed_size(buffer: Tensor) -> int:
+    return buffer.numel() * (1 if buffer.is_floating_point() else 2)
+
+
 def _pack(buffers: Sequence[Tensor], *, is_first: bool) -> Tensor:
-    """Return one tensor, float64, which has integers below 2^53; they are 0 unless `is_first`."""
-    parts = [
-        buffer.reshape(-1).double()
-        if is_first or buffer.is_floating_point()
-        else buffer.new_zeros(buffer.numel(), dtype=torch.float64)
-        for buffer in buffers
-    ]
+    """Return one tensor, float64; integers as 0 unless `is_first`."""
+    parts = []
+    for buffer in buffers:
+        if buffer.is_floating_point():
+            parts.append(buffer.reshape(-1).double())
+        elif is_first:
+            whole = buffer.reshape(-1).long()
+            halves = whole >> _HALF, whole & (2**_HALF - 1)
+            parts += [half.double() for half in halves]
+        else:
+            parts.append(buffer.new_zeros(_packed_size(buffer), dtype=torch.float64))
     return torch.cat(parts)
 
 
 def _unpack(total: Tensor, like: Sequence[Tensor], count: int) -> Iterator[Tensor]:
-    parts = torch.split(total, [buffer.numel() for buffer in like])
-    for buffer, part in zip(like, parts, strict=True):
-        value = part / count if buffer.is_floating_point() else part
+    for buffer, part in zip(like, torch.split(total, [*map(_packed_size, like)]), strict=True):
+        if buffer.is_floating_point():
+            value = part / count
+        else:
+            high, low = part.long().chunk(2)
+            value = (high << _HALF) | low
         yield value.view(buffer.shape).to(buffer.dtype)
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from io import BytesIO
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.data import TrainingData
 from raytrain_opt.data.base import Batch
+from raytrain_opt.data.transforms import Preprocessing
 from raytrain_opt.errors import DataError
-from raytrain_opt.results import EvalTotals, Predictions, Split
+from raytrain_opt.results import MAX_MISTAKES, EvalTotals, Predictions, Split
 from raytrain_opt.train.phase import first_failure
 from raytrain_opt.train.task import (
     Classification,
@@ -27,6 +29,9 @@ from raytrain_opt.train.task import (
     keep_outputs,
     metric_of,
 )
+
+# Longest side of the image of a mistake, in pixels.
+_THUMBNAIL_PX = 64
 
 
 @dataclass(frozen=True)
@@ -145,7 +150,10 @@ class PredictionRecorder(nn.Module):
         super().__init__()
         self._model = model
         self._batches: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._samples = 0
         self._indices: list[int] = []  # in the test set, where unreadable samples are left out
+        # Confidence, position in the split and input of the most confident mistakes.
+        self._worst: tuple[Tensor, ...] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self._model(x)
@@ -155,19 +163,47 @@ class PredictionRecorder(nn.Module):
     def add(self, batch: Batch) -> None:
         confidences, classes = self._output.float().softmax(dim=1).max(dim=1)
         self._batches.append((batch.y, classes, confidences))
+        # Of a correct prediction -1, so that it comes after every mistake.
+        scores = confidences.where(classes != batch.y, -1.0)
+        scores, rows = scores.topk(min(MAX_MISTAKES, len(scores)))
+        worst: tuple[Tensor, ...] = (scores, rows + self._samples, batch.x[rows])
+        if self._worst is not None:
+            worst = tuple(torch.cat(pair) for pair in zip(self._worst, worst, strict=True))
+        best = worst[0].topk(min(MAX_MISTAKES, len(worst[0]))).indices
+        self._worst = tuple(values[best] for values in worst)
+        self._samples += batch.size
         self._indices += batch.indices or ()
 
     def result(self, data: TrainingData) -> Predictions | None:
-        """Return all predictions, with the files of the worst mistakes; None without any."""
-        if not self._batches:
+        """Return all predictions, with pictures if the samples are images; None without any."""
+        if self._worst is None:
             return None
         labels, classes, confidences = (
             torch.cat(column).cpu() for column in zip(*self._batches, strict=True)
         )
-        columns = labels.int().numpy(), classes.int().numpy(), confidences.numpy()
-        predictions = Predictions(*columns, files={})
-        for position in predictions.worst_mistakes() if self._indices else ():
-            file = data.source.file("test", self._indices[position])
-            if file is not None:
-                predictions.files[position] = file
-        return predictions
+        scores, positions, samples = (values.cpu() for values in self._worst)
+        mistakes = {}
+        for score, position, sample in zip(scores, positions.tolist(), samples, strict=True):
+            if score >= 0:
+                image = _thumbnail(sample, data.info.preprocessing)
+                indices = self._indices[position : position + 1]
+                file = data.source.file("test", indices[0]) if indices else None
+                mistakes[position] = image, file
+        return Predictions(
+            labels.int().numpy(), classes.int().numpy(), confidences.numpy(), mistakes
+        )
+
+
+def _thumbnail(x: Tensor, preprocessing: Preprocessing | None) -> bytes | None:
+    """Return an input of the network [C, H, W] as JPEG; None if it is no image."""
+    from PIL import Image
+
+    if preprocessing is None or not preprocessing.is_image or preprocessing.mean_std is None:
+        return None
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in preprocessing.mean_std)
+    pixels = (255 * (x.float() * std + mean)).round().clamp(0, 255).byte()
+    array = pixels.permute(1, 2, 0).numpy() if len(pixels) == 3 else pixels[0].numpy()
+    image = Image.fromarray(array)
+    image.thumbnail((_THUMBNAIL_PX, _THUMBNAIL_PX))
+    image.save(file := BytesIO(), "JPEG", quality=92)
+    return file.getvalue()

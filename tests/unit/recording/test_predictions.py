@@ -9,10 +9,12 @@ from raytrain_opt.results import Predictions
 
 
 def predictions(rows: list[tuple[int, int, float]]) -> Predictions:
-    """Rows of label, predicted class, confidence; every mistake has a file."""
+    """Rows of label, predicted class, confidence; every mistake is kept, without a picture."""
     labels, classes = np.array([row[:2] for row in rows], np.int32).T
-    files = {i: f"{i}.png" for i, (label, predicted, _) in enumerate(rows) if label != predicted}
-    return Predictions(labels, classes, np.array([row[2] for row in rows], np.float32), files)
+    mistakes: dict[int, tuple[bytes | None, str | None]] = {
+        i: (None, None) for i, (label, predicted, _) in enumerate(rows) if label != predicted
+    }
+    return Predictions(labels, classes, np.array([row[2] for row in rows], np.float32), mistakes)
 
 
 ROWS = [(0, 0, 0.95), (1, 0, 0.75), (1, 0, 1.0), (1, 1, 0.7), (2, 2, 0.0)]
@@ -34,4 +36,4 @@ def test_the_parts_of_a_split_are_joined_in_order() -> None:
     joined = Predictions.join([predictions(ROWS[:2]), None, predictions(ROWS[2:])])
     assert joined is not None
     assert np.array_equal(joined.labels, [0, 1, 1, 1, 2])
-    assert joined.files == {1: "1.png", 2: "0.png"}
+    assert joined.mistakes.keys() == {1, 2}

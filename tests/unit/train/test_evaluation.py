@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from base64 import b64decode
 from dataclasses import replace
+from io import BytesIO
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from raytrain_opt.recording.records import PredictionsRecord
@@ -78,6 +81,7 @@ def test_the_standard_error_of_the_loss_is_that_over_the_samples() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_the_predictions_of_all_ranks_are_those_of_the_network(world_size: int) -> None:
+    """The pictures of the most confident mistakes are the images of these samples."""
     trained = learner(evaluate={"batch_size_per_worker": 8})
     trained.train(1, Steps(0, LRS), all_of(1))
     parts = [trained.evaluate("test", rank, world_size).predictions for rank in range(world_size)]
@@ -93,6 +97,11 @@ def test_the_predictions_of_all_ranks_are_those_of_the_network(world_size: int) 
     wrong = [i for i in range(TEST_SIZE) if classes[i] != batch.y[i]]
     worst = sorted(wrong, key=lambda i: -float(predictions.confidences[i]))[:MAX_MISTAKES]
     assert [mistake.sample for mistake in record.mistakes] == worst
+    for mistake in record.mistakes:
+        assert mistake.jpeg is not None
+        image = Image.open(BytesIO(b64decode(mistake.jpeg)))
+        difference = np.asarray(image, float) - arrays().test_x[mistake.sample, ..., 0]
+        assert np.abs(difference).mean() < 8
 
 
 def test_evaluation_changes_nothing() -> None:
