@@ -77,10 +77,10 @@ def test_without_a_smaller_count_the_run_ends_and_names_the_missing_worker(
     message = str(caught.value)
     assert "no progress of main_train" in message
     assert "timeouts.no_progress_s: 10" in message
-    assert re.search(
-        r"worker [01] \(pid \d+, \S+ in Ray's session logs; its node \S+ is gone", message
+    pattern = (
+        r"worker [01] \(pid \d+, \S+ in Ray's session logs; its node \S+ is gone, see workers"
     )
-    assert "workers.count: {min: …, max: …} lets a training continue with fewer" in message
+    assert re.search(pattern, message)
     assert placement_groups() == set()
 
 
