@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("no_ray")
         ({"train": ["no.npy", "y.npy"]}, "data.train.0", "no such file or folder on this machine"),
         ({"train": ["x.npy", "folder"]}, "data.train.1", "folder"),
         ({"test": ["x.npy", "x.npy"]}, "data.test.1", "labels must be"),
-        ({"train": ["x.npy", "large.npy"]}, "data.train.1", "classes: 3, 4,"),
+        ({"train": ["x.npy", "large.npy"]}, "data.train.1", "no sample of class 3, 4,"),
     ],
 )
 def test_a_problem_of_the_data_names_field_and_file(

@@ -24,7 +24,7 @@ from raytrain_opt.errors import JobError, StorageError
 from raytrain_opt.execution.training_run import RunProgress
 from raytrain_opt.execution.workspace import lock_run_directory
 from raytrain_opt.storage import append_lines, write_text
-from raytrain_opt.train.checkpoint import Checkpoints
+from raytrain_opt.train.checkpoint import Checkpoints, Point
 from raytrain_opt.train.state import capture
 from tests.support.cli_errors import command_error, write_job
 from tests.support.full_disk import limit_file_size
@@ -78,7 +78,7 @@ def run_dir(tmp_path: Path) -> Path:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = capture(model, optimizer, torch.amp.GradScaler("cpu"), copy=True)
     checkpoints = Checkpoints(folder / "checkpoints", CheckpointSection())
-    checkpoints.save(1, state, RunProgress(2).to_json(), 0.5)
+    checkpoints.save(Point(1), state, RunProgress(2).to_json(), 0.5)
     Path(write_job(tmp_path)).rename(folder / "job.yaml")
     return folder
 

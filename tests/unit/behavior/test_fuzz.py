@@ -33,7 +33,7 @@ from raytrain_opt.recording.records import (
     RoundRecord,
     ScheduleRecord,
 )
-from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
+from raytrain_opt.train.checkpoint import Checkpoints, Point, read_checkpoint, read_index
 from raytrain_opt.train.state import capture
 from tests.support.small_jobs import QUICKSTART, small_job
 from tests.support.synthetic_runs import event_line, with_batch_size_search, write_lines, write_run
@@ -179,7 +179,7 @@ def checkpoints(tmp_path: Path) -> Path:
     optimizer.step()
     state = capture(model, optimizer, torch.amp.GradScaler("cpu"), copy=True)
     section = small_job(tmp_path).checkpoint
-    Checkpoints(tmp_path, section).save(1, state, RunProgress().to_json(), 0.5)
+    Checkpoints(tmp_path, section).save(Point(1), state, RunProgress().to_json(), 0.5)
     return tmp_path
 
 

@@ -22,7 +22,7 @@ from raytrain_opt.data.factory import SharedData
 from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.results import Steps
-from raytrain_opt.train.checkpoint import Checkpoints
+from raytrain_opt.train.checkpoint import Checkpoints, Point
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -41,7 +41,7 @@ def trained(storage: Path, epochs: int = 2, **changes: Any) -> tuple[str, list[T
     checkpoints.metadata = model_metadata(job.model, job.task, learner.info)
     for epoch in range(1, epochs + 1):
         learner.train(epoch, Steps(0, (0.1,) * 15), MicroBatches(range(1), 1))
-        checkpoints.save(epoch, learner.state(copy=True), {}, None)
+        checkpoints.save(Point(epoch), learner.state(copy=True), {}, None)
         learner.model.eval()
         batches = list(learner.data.eval_batches("test", 0, 1, 500))
         with torch.no_grad():

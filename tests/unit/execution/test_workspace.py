@@ -30,7 +30,7 @@ from raytrain_opt.execution.signals import StopRequest, Terminated
 from raytrain_opt.execution.workspace import Frontend, Workspace, open_workspace
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.terminal import open_terminal
-from raytrain_opt.train.checkpoint import Checkpoints
+from raytrain_opt.train.checkpoint import Checkpoints, Point
 from raytrain_opt.train.state import TrainingState, capture
 from tests.support.small_jobs import small_job
 
@@ -52,9 +52,9 @@ def run_dir(tmp_path: Path) -> Path:
     state = state_of_a_model()
     run = RunPaths.create(str(tmp_path), "test")
     checkpoints = Checkpoints(run.checkpoints, small_job(tmp_path).checkpoint)
-    checkpoints.save(1, state, {}, 0.5)
-    checkpoints.save(2, state, {}, 0.6)
-    checkpoints.save(2, state, {}, None, rounds=1)
+    checkpoints.save(Point(1), state, {}, 0.5)
+    checkpoints.save(Point(2), state, {}, 0.6)
+    checkpoints.save(Point(2, rounds=1), state, {}, None)
     return run.local
 
 
