@@ -58,11 +58,9 @@ def _replay(
     given = str(own.name), own.has_auto_weight_decay, own.group_lr_multipliers
     if given != (recorded.optimizer, recorded.auto_weight_decay, recorded.lr_multipliers):
         decay = "auto" if recorded.auto_weight_decay else "a number, or nothing"
-        factors = recorded.lr_multipliers or "no lr_multipliers"
-        rule = (
-            f"was {recorded.optimizer} with weight_decay: {decay} and {factors} in the run that is "
-            "replayed; write the same"
-        )
+        factors = f"lr_multipliers {recorded.lr_multipliers or 'left out'}"
+        rule = f"was {recorded.optimizer} with weight_decay: {decay} and {factors}"
+        rule += " in the run that is replayed; write the same"
         raise JobError([Problem("optimizer", rule)])
     schedule.check(length.known_epochs, steps)
     return schedule

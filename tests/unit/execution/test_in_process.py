@@ -287,7 +287,7 @@ def test_an_optimizer_that_was_chosen_is_recorded_and_replayed_bit_for_bit(
     assert raced == {"Adagrad", "Muon"}
     schedule = str(Path(searched.run_dir) / "schedule.jsonl")
     replay = {"policy": "replay", "schedule": schedule}
-    with pytest.raises(JobError, match=r"optimizer: was Muon with weight_decay: auto and no"):
+    with pytest.raises(JobError, match=r"optimizer: was Muon with weight_decay: auto and lr_m"):
         run(tiny_job(tmp_path / "b", learning_rate=replay, **changes), in_process=True)
     job = tiny_job(tmp_path / "c", optimizer=muon, learning_rate=replay, **changes)
     replayed = run(job, in_process=True)
