@@ -46,9 +46,7 @@ def test_replay_refuses_other_rates_of_parameter_groups(tmp_path: Path) -> None:
     path = tmp_path / "schedule.jsonl"
     write_schedule(path, (0.1, 0.2), (0.3, 0.3), lr_multipliers={"fc.*": 2.0})
     replay = job(epochs=2, policy="replay", schedule=str(path))
-    with pytest.raises(
-        JobError, match=r"lr_multipliers {'fc\.\*': 2\.0} in the run"
-    ):
+    with pytest.raises(JobError, match=r"lr_multipliers {'fc\.\*': 2\.0} in the run"):
         build_policy(replay, EpochSteps(2))
     multiplied = replay.optimizer.model_copy(update={"lr_multipliers": {"fc.*": 2.0}})
     assert build_policy(replay.model_copy(update={"optimizer": multiplied}), EpochSteps(2))
