@@ -72,7 +72,10 @@ class PhaseLostError(Exception):
 
 
 class RemoteServer:
-    """Coordinator and shards as one worker sees them; `pull` and `push` raise PhaseLostError."""
+    """The parameter server through Ray; implements `worker_loop.ParameterServer`.
+
+    `pull` and `push` raise PhaseLostError.
+    """
 
     def __init__(self, handles: ServerHandles, phase: str, worker: int, dtype: Any) -> None:
         self._coordinator, self._shards = handles.coordinator, handles.shards
@@ -80,13 +83,11 @@ class RemoteServer:
         self._claims = 0
 
     def claim(self) -> int | None:
-        """Return the next micro-batch; None when all are claimed."""
         self._claims += 1
         ref = self._coordinator.claim.remote(self._phase, self._worker, self._claims)
         return cast("int | None", _get(ref))
 
     def begin(self, number: int, version: int) -> bool:
-        """Wait until the micro-batch may begin; return False if it needs newer weights."""
         ref = self._coordinator.begin_micro_batch.remote(
             self._phase, self._worker, number, version
         )
@@ -104,7 +105,6 @@ class RemoteServer:
             return Weights(min(version for version, _ in answers), parts)
 
     def push(self, number: int, version: int, gradients: Sequence[WireArray]) -> int:
-        """Update all shards by a gradient of weights of this version; return its staleness."""
         pairs = zip(self._shards, gradients, strict=True)
         refs = [shard.apply.remote(self._phase, number, version, g) for shard, g in pairs]
         staleness: list[int] = self._of_phase(refs)
@@ -122,7 +122,6 @@ class RemoteServer:
         _get(self._coordinator.done.remote(self._phase, self._worker, result))
 
     def wait_for_work(self) -> bool:
-        """Wait; return True when there is something to claim again, False when all is done."""
         return cast(bool, _get(self._coordinator.wait_for_work.remote(self._phase, self._worker)))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from threading import Event
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,12 +32,31 @@ from raytrain_opt.train.batch_norm import collect_buffers
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.state import TrainingState, model_tensors
 
-if TYPE_CHECKING:
-    from raytrain_opt.async_training.worker import RemoteServer
-
 # Fetching begins twice the time it took last before the end of a micro-batch: late enough for new
 # weights, early enough when the network is slower this time.
 _PREFETCH_FACTOR = 2.0
+
+
+class ParameterServer(Protocol):
+    """The coordinator and the shards, as one worker sees them."""
+
+    def claim(self) -> int | None:
+        """Return the next micro-batch; None when all are claimed."""
+
+    def begin(self, number: int, version: int) -> bool:
+        """Wait until the micro-batch may begin; return False if it needs newer weights."""
+
+    def pull(self) -> Weights:
+        """Return the weights of all shards."""
+
+    def push(self, number: int, version: int, gradients: Sequence[WireArray]) -> int:
+        """Update all shards by a gradient of weights of this version; return its staleness."""
+
+    def done(self, result: MicroBatchDone) -> None:
+        """Report a micro-batch whose gradient was pushed."""
+
+    def wait_for_work(self) -> bool:
+        """Wait; return True when there is something to claim again, False when all is done."""
 
 
 class AsyncTrainer:
@@ -59,7 +78,7 @@ class AsyncTrainer:
     def train(
         self,
         phase: EpochPhase,
-        server: RemoteServer,
+        server: ParameterServer,
         on_micro_batch: Callable[[int, int], object],
     ) -> AsyncWorkerMetrics:
         """Compute micro-batches until the phase is over.
@@ -99,7 +118,7 @@ class AsyncTrainer:
         return AsyncWorkerMetrics(stopwatch.timings_s, collect_buffers(self.learner.model, count))
 
     def _claim_batches(
-        self, phase: EpochPhase, server: RemoteServer, stopwatch: Stopwatch
+        self, phase: EpochPhase, server: ParameterServer, stopwatch: Stopwatch
     ) -> Iterator[tuple[int, Batch]]:
         """Claim micro-batches and read their samples. Loader processes claim ahead."""
         numbers: deque[int] = deque()
@@ -131,7 +150,7 @@ class AsyncTrainer:
 
 
 def _push(
-    server: RemoteServer,
+    server: ParameterServer,
     result: MicroBatchDone,
     version: int,
     wires: Sequence[WireArray],
@@ -146,7 +165,7 @@ class WeightPrefetcher:
     It expects this one to take as long as the last one, and fetches at its end if it is shorter.
     """
 
-    def __init__(self, server: RemoteServer, thread: ThreadPoolExecutor) -> None:
+    def __init__(self, server: ParameterServer, thread: ThreadPoolExecutor) -> None:
         self._server, self._thread = server, thread
         self._fetched: Future[Weights] | None = None
         self._computed = Event()
