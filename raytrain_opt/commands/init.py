@@ -139,6 +139,10 @@ def _read_tables(tables: Sequence[Path]) -> list[Row]:
             "with the columns file and label, and split if it has the sets: rename its columns, "
             "and move other tables away; all of them, if folders are the classes"
         )
+    for line, row in rows:
+        if not (table.parent / row["file"]).is_file():
+            text = shorten(row["file"])
+            raise ValueError(f"{table.name} line {line}: there is no file {text} below its folder")
     return [(row["file"], row["label"].strip(), row.get("split", "train")) for _, row in rows]
 
 
