@@ -87,14 +87,17 @@ def main() -> None:
 @main.command()
 @click.argument("folder", default=".", type=click.Path(exists=True, file_okay=False))
 @click.option("--output", default="job.yaml", show_default=True, help="The job file to write.")
-def init(folder: str, output: str) -> None:
+@click.option(
+    "--label-column", metavar="NAME", help="The column of a CSV file with the class of each image."
+)
+def init(folder: str, output: str, label_column: str | None) -> None:
     """Write a job file for a folder of images.
 
     Example: raytrain-opt init photos --output photos.yaml
     """
     from raytrain_opt.commands.init import init as write_job
 
-    write_job(Path(folder), Path(output), _echo)
+    write_job(Path(folder), Path(output), _echo, label_column)
 
 
 @main.command()

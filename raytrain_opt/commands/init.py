@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -25,6 +25,7 @@ from raytrain_opt.data.image_folder import (
     COLUMNS,
     class_folders,
     image_paths,
+    left_out_kind,
     left_out_note,
     read_table,
     shorten,
@@ -37,25 +38,31 @@ from raytrain_opt.storage import write_text
 
 _VALID = (
     "valid are folders of images, a class each, perhaps below train/ and val/; or images and a "
-    "CSV file with the columns file, label and, if there are several sets, split. For arrays "
-    "write data: {name: arrays, train: [x.npy, y.npy], test: [x.npy, y.npy]}"
+    "CSV file with names and labels. For arrays write data: {name: arrays, train: [x.npy, y.npy], "
+    "test: [x.npy, y.npy]}"
 )
-# Words for the sets in names of folders; earlier ones are preferred.
+# Words for the sets in names of folders and files, and in tables; earlier ones are preferred.
 _SPLITS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("val", "valid", "validation", "test", "testing", "dev", "eval"), "test"),
 }
-_EXAMINED = 500  # image files, evenly spaced
+# Usual names of a table's columns; only letters count.
+_FILE = r"(file|image|img)?(id|name|path|file)s?|fname|image|img"
+_LABEL = r"labels?|class(name)?|category|target|y"
+_SPLIT = r"split|(data|sub)?set|partition"
+_EXAMINED = 500  # image files, evenly spaced, but at least one of each class
 
 Section = dict[str, Any]
 Row = tuple[str, str, str]  # file, label, split
 
 
-def init(folder: Path, output: Path, echo: Callable[[str], object]) -> None:
+def init(
+    folder: Path, output: Path, echo: Callable[[str], object], label_column: str | None = None
+) -> None:
     """Write a job file for the data in `folder`, and print what was found and chosen.
 
-    Raises DataError: nothing to train on, data that may mean several things, or a file that would
-    be written exists; StorageError.
+    `label_column`: of a table, if its name is not a usual one. Raises DataError: nothing to train
+    on, data that may mean several things, or a file that would be written exists; StorageError.
     """
     labels = output.with_name(f"{output.stem}-labels.csv").absolute()
     for path in (output, labels):
@@ -63,11 +70,9 @@ def init(folder: Path, output: Path, echo: Callable[[str], object]) -> None:
             raise DataError(str(path), "exists, and init overwrites nothing; give --output FILE")
     gpus = len(gpu_names())
     try:
-        section, rows, notes = _find_data(folder.absolute(), labels)
-    except OSError as error:
+        section, rows, notes = _find_data(folder.absolute(), labels, label_column)
+    except (OSError, ValueError) as error:
         raise DataError(str(folder), f"cannot be read: {error}") from error
-    except ValueError as error:
-        raise DataError(str(folder), str(error)) from error
     if rows:
         write_text(labels, _to_csv(rows))
     try:
@@ -95,8 +100,14 @@ def init(folder: Path, output: Path, echo: Callable[[str], object]) -> None:
     )
 
 
-def _find_data(folder: Path, labels: Path) -> tuple[Section, list[Row], list[str]]:
-    """Return the data section, the rows of `labels` if it needs them, and notes; or ValueError."""
+def _find_data(
+    folder: Path, labels: Path, label_column: str | None
+) -> tuple[Section, list[Row], list[str]]:
+    """Return the data section, the rows of `labels` if it needs them, and lines about the choice.
+
+    Raises DataError: there are no data, or they may have several meanings.
+    """
+    notes: list[str] = []
     section: Section = {"name": "image_folder", "root": str(folder)}
     folders = class_folders(folder, Counter())
     with_classes = [name for name in folders if class_folders(folder / name, Counter())]
@@ -104,65 +115,130 @@ def _find_data(folder: Path, labels: Path) -> tuple[Section, list[Row], list[str
     names = {split: words[word] for word, split in reversed(_SPLITS.items()) if word in words}
     read = {*names.values(), words.get("test")}  # beside a validation set, `test` is a third one
     unread = [name for name in folders if "train" in names and name not in read]
-    notes = [f"folders that are not read: {first_of(unread)}"] if unread else []
-    if len(names) == 2:
+    unread = [f"folders that are not read: {first_of(unread)}"] if unread else []
+    if label_column is None and len(names) == 2:
         splits = {"train_split": names["train"], "test_split": names["test"]}
-        return section | splits, [], notes
-    tables = [file for file in sorted(folder.glob("*.[ct]sv")) if file.name[0] != "."]
-    rows = (
-        _read_tables(tables) if tables else _class_folders(folder, names.get("train", ""), notes)
-    )
+        return section | splits, [], unread
+    rows = _read_tables(folder, label_column, notes)
+    if label_column is None and not rows:
+        notes += unread
+        rows = _class_folders(folder, names.get("train", ""), notes)
     classes = sorted({label for _, label, _ in rows})
     if len(classes) < 2:
         found = [f"all {len(rows):,} images are of one class, {label}" for label in classes]
-        raise ValueError("; ".join(["has no data to train on", *found, *notes, _VALID]))
-    if all(split == "train" for *_, split in rows):
+        arrays = [(file.name, list(np.load(file, "r").shape)) for file in folder.glob("*.npy")]
+        found += [f"{name} is an array of shape {shape}" for name, shape in sorted(arrays)]
+        raise DataError(
+            str(folder), "; ".join(["has no data to train on", *found, *notes, _VALID])
+        )
+    if len({label.casefold() for label in classes}) < len(classes):
+        notes.append("some classes differ in upper and lower case only")
+    if not any(split == "test" for *_, split in rows):
         rows = _split_rows(rows)
         notes.append("a fifth of each class, drawn at random, is the test set")
-        if all(split == "train" for *_, split in rows):
-            raise ValueError("no class has three images, so that one could be a test image")
+        if not any(split == "test" for *_, split in rows):
+            rule = "no class has three images, so that one could be a test image"
+            raise DataError(str(folder), "; ".join([rule, *notes]))
     return section | {"labels": str(labels)}, sorted(rows), notes
 
 
-def _read_tables(tables: Sequence[Path]) -> list[Row]:
-    """Return the rows of the only table. Raises ValueError: it has other columns, or is not it."""
-    table, *others = tables
-    try:
-        columns, iterator = read_table(table.read_bytes())
-        rows = list(iterator)
-    except ValueError as error:
-        raise ValueError(f"{table.name}: {error}") from error
-    if others or not {"file", "label"} <= set(columns):
-        found = [f"{table.name} with the columns {', '.join(map(shorten, columns[:10]))}"]
-        raise ValueError(
-            f"has {first_of([*found, *(other.name for other in others)])}; init reads one table, "
-            "with the columns file and label, and split if it has the sets: rename its columns, "
-            "and move other tables away; all of them, if folders are the classes"
-        )
-    for line, row in rows:
-        if not (table.parent / row["file"]).is_file():
-            text = shorten(row["file"])
-            raise ValueError(f"{table.name} line {line}: there is no file {text} below its folder")
-    return [(row["file"], row["label"].strip(), row.get("split", "train")) for _, row in rows]
+def _read_tables(folder: Path, label_column: str | None, notes: list[str]) -> list[Row]:
+    """Return the rows of the table that names the images of `folder`; note what each table has.
+
+    By path, name, or name without suffix. Of several tables one must name all images of the
+    others, and more. Raises DataError: none does, one is damaged, or its columns are not clear.
+    """
+    images, left_out, tables = dict[str, str](), Counter[str](), list[list[Row]]()
+    paths = [os.path.relpath(path, folder) for path, _ in image_paths(folder, left_out)]
+    for path in paths:
+        name = os.path.basename(path)
+        for key in {name, os.path.splitext(name)[0]}:
+            images[key] = "" if key in images else path  # "": of several images
+    images |= {path: path for path in paths}
+    for file in sorted([*folder.glob("*.csv"), *folder.glob("*.tsv")]):
+        if left_out_kind(file.name) != "hidden":
+            left_out[file.suffix.lower()] -= 1
+            notes.append(file.name)
+            try:
+                tables.append(_read_table(file, images, label_column, notes))
+            except ValueError as error:
+                rule = f"{notes[-1]}; {error}; or move the table away, if folders are the classes"
+                raise DataError(str(file), rule) from error
+    *others, found = sorted(({image for image, *_ in rows} for rows in [[], *tables]), key=len)
+    if any(named and not named < found for named in others):
+        rule = "several tables name images; move all but one away, or write one with a split"
+        raise DataError(str(folder), "; ".join([rule, *notes]))
+    notes += left_out_note(left_out) if found else ()
+    return max(tables, key=len, default=[])
+
+
+def _read_table(
+    file: Path, images: Mapping[str, str], label_column: str | None, notes: list[str]
+) -> list[Row]:
+    """Return the images that a table lists, and note how it is read. Raises ValueError."""
+    columns, iterator = read_table(file.read_bytes())
+    lines = list(iterator)
+
+    def find(row: Mapping[str, str], column: str) -> str | None:
+        path = os.path.join(file.parent, row[column].strip().replace("\\", "/"))
+        return images.get(os.path.relpath(path, file.parent))
+
+    counts = {c: sum(find(row, c) is not None for _, row in lines) for c in _usual(_FILE, columns)}
+    of_files = max(counts, key=counts.__getitem__, default="file")
+    notes[-1] += f" has the columns {', '.join(map(shorten, columns[:20]))}; "
+    notes[-1] += f"{counts.get(of_files, 0):,} of {len(lines):,} rows name an image by {of_files}"
+    if not counts.get(of_files):
+        return []
+    others = [name for name in columns if name != of_files]
+    labels = [label_column] if label_column in others else _usual(_LABEL, others)
+    if len(labels) != 1 or label_column not in (None, *labels):
+        hint = f"--label-column COLUMN, which may be {', '.join(others)}"
+        raise ValueError(f"name the column of the classes: {hint}")
+    words = {name: {row[name].strip().lower() for _, row in lines} for name in others}
+    splits = [name for name in others if _usual(_SPLIT, [name]) or words[name] <= _SPLITS.keys()]
+    if len(splits) > 1 or not all(words[name] <= _SPLITS.keys() for name in splits):
+        values = sorted({word for name in splits for word in words[name] - _SPLITS.keys()})
+        rule = f"the sets must be train or test, in one column, not {', '.join(splits)}"
+        raise ValueError(f"{rule} with {first_of(values)}" if values else rule)
+    notes[-1] += f", the class by {labels[0]}" + "".join(f", the set by {n}" for n in splits)
+    rows = [(find(row, of_files), row[labels[0]].strip(), row) for _, row in lines]
+    if several := [row[of_files] for image, _, row in rows if image == ""]:
+        raise ValueError(f"{several[0]} is the name of several images; list their paths")
+    sets, of_splits = dict(_SPLITS), words[splits[0]] if splits else set()
+    if tests := {"test", "testing"} & of_splits:
+        sets |= dict.fromkeys((w for w in of_splits - tests if sets[w] == "test"), "val")
+    found = [
+        (image, label, sets[row[splits[0]].strip().lower()] if splits else "train")
+        for image, label, row in rows
+        if image and label
+    ]
+    notes[-1] += f"; {len(found):,} images have a class; blanks around it are removed"
+    return found
+
+
+def _usual(pattern: str, columns: Sequence[str]) -> list[str]:
+    return [name for name in columns if re.fullmatch(pattern, re.sub("[^a-z]", "", name.lower()))]
 
 
 def _class_folders(folder: Path, train: str, notes: list[str]) -> list[Row]:
     """Return the images in folders of classes, which may lie below a folder `train`.
 
-    Raises ValueError: the folders may be sets, because they have the same folders in them.
+    Raises DataError: the folders may be sets, because they have the same folders in them.
     """
     root, rows, left_out = folder / train, list[Row](), Counter[str]()
     classes = class_folders(root, left_out)
     inner = Counter(classes)  # folders by name
     for name in classes:
         paths = [os.path.relpath(path, folder) for path, _ in image_paths(root / name, left_out)]
-        rows += [(path, name.strip(), "train") for path in paths]
+        notes += [] if paths else [f"{name}/ has no image and is not a class"]
+        rows += [(path, name.strip(), "") for path in paths]
         inner.update(class_folders(root / name, Counter()))
     if len(shared := sorted(name for name, count in inner.items() if count > 1)) > 1:
-        raise ValueError(
+        rule = (
             f"has several folders called {first_of(shared)}; if these are the classes, call the "
-            "folders of the sets train and test; if not, list all files in a table"
         )
+        rule += "folders of the sets train and test; if not, list all files in a table with the "
+        raise DataError(str(root), f"{rule}columns file and label")
     notes += left_out_note(left_out)
     return rows
 
@@ -199,21 +275,24 @@ class Facts(NamedTuple):
 
 
 def _examine(section: Section) -> Facts:
-    """Read labels, and a few files, as a training does. Raises DataError."""
+    """Read labels, and a few files of each class, as a training does. Raises DataError."""
     parsed = ImageFolderData(**section)
     shared, cpu = load_shared_data(parsed), torch.device("cpu")
     data = open_data(parsed, shared, hold_out=HoldOut(0), seed=0, device=cpu, channels_last=True)
     info, source = data.info, cast(ImageSource, shared)
     sides, unreadable = list[int](), list[str]()
-    for i in range(0, len(source.labels), 1 + len(source.labels) // _EXAMINED):
-        try:
-            content = source.content("train", i)
-            center_crop(content, 8)
-            sides.append(min(open_image(content).size))
-        except (OSError, ValueError) as error:
-            unreadable.append(f"{source.describe('train', i)}: {error}")
-    if not sides:
-        raise DataError(source.field, f"no examined file can be read; {unreadable[-1]}")
+    for number, name in enumerate(info.class_labels):
+        files, readable = np.flatnonzero(source.labels == number), len(sides)
+        for i in files[:: 1 + len(files) * info.num_classes // _EXAMINED].tolist():
+            try:
+                content = source.content("train", i)
+                center_crop(content, 8)
+                sides.append(min(open_image(content).size))
+            except (OSError, ValueError) as error:
+                unreadable.append(f"{source.describe('train', i)}: {error}")
+        if len(sides) == readable:
+            rule = f"no examined file of class {name} can be read"
+            raise DataError(source.field, f"{rule}; {unreadable[-1]}")
     return Facts(info, int(np.median(sides)), unreadable)
 
 
@@ -257,5 +336,7 @@ model: {model}  # for images of about {facts.side} pixels; or {{name: resnet18, 
 data:
   {data}
 epochs: {epochs}  # of {train // batch} updates
+# train_for: 1h  # in place of epochs: as many as fit into this time
 global_batch_size: {batch}  # samples of an update, over all workers
+# batch_size_search: {{strategy: throughput_knee}}  # measure it first, in about a minute
 """
