@@ -131,16 +131,9 @@ class WeightShardActor:
         import torch
 
         from raytrain_opt.async_training.weight_shard import WeightShard
-        from raytrain_opt.models import build_model
 
         torch.set_num_threads(1)
-        model = build_model(
-            config.model,
-            num_classes=info.num_classes,
-            sample_shape=info.sample_shape,
-            seed=config.seed,
-            channels_last=config.channels_last,
-        )
+        model = config.build_model(info)
         updates = info.steps_per_epoch(config.global_batch_size) * config.worker_count
         self._shard = WeightShard(config.optimizers[0], model, index, count, updates)
         self._config, self._phase = config, ""

@@ -165,7 +165,7 @@ def _try_network(
     from raytrain_opt.optim.factory import EMBEDDING, group_parameters
     from raytrain_opt.optim.muon import orthogonalization_flops
     from raytrain_opt.train.pretrained import fit_pretrained, read_pretrained
-    from raytrain_opt.train.task import aggregates, build_task, count_flops, find_metric_names
+    from raytrain_opt.train.task import build_task, find_metric_names
     from raytrain_opt.train.thread_choice import time_threads
 
     shape, classes = info.sample_shape, info.num_classes
@@ -181,26 +181,17 @@ def _try_network(
     task = build_task(job.task, job.loss, info)
     _try_model(job, task, model, samples, classes)
     find_metric_names(task, model, samples[1])
-    if aggregates(task) and not job.parallel.common_steps:
-        rule = "has aggregate, and with parallel.mode: async no worker has the outputs of all"
-        raise JobError([Problem("task.name", rule)])
+    if not job.parallel.common_steps:
+        _check_asynchronous(task, model)
     if job.model.weights is not None and not resumed:
         fit_pretrained(model.state_dict(), read_pretrained(job.model), classes)
     groups = [group_parameters(optimizer, model) for optimizer in job.optimizers]
-    sample_flops, search_flops, muon_flops = 0.0, math.inf, 0.0
-    if job.learning_rate.searches_first:
-        search_flops = sample_flops = count_flops(task, model, samples[0])
-        if math.isinf(sample_flops):  # as if every weight met every input
-            weights = sum(parameter.numel() for parameter in model.parameters())
-            search_flops = 6.0 * weights * math.prod(shape or ())
+    sample_flops, search_flops = _sample_flops(job, task, model, samples[0], shape)
+    muon_flops = 0.0
     if job.optimizer.chooses_freely:
         own = (group for section in groups for group in section if group.get("use_muon"))
         matrices = [p.shape for group in own for p in group["params"]]
         muon_flops = orthogonalization_flops(matrices)
-    if not job.parallel.common_steps:
-        from raytrain_opt.async_training.weight_shard import split_parameters
-
-        split_parameters(model, 1)
     facts = Facts(
         info,
         None if any(p.is_complex() for p in model.parameters()) else muon_flops,
@@ -210,6 +201,35 @@ def _try_network(
         embeddings=any(isinstance(layer, EMBEDDING) for layer in model.modules()),
     )
     return facts, partial(time_threads, task, model, samples[0], job.precision)
+
+
+def _check_asynchronous(task: Task, model: nn.Module) -> None:
+    """Raise JobError if shards cannot hold the weights, or no worker can compute the metrics."""
+    from raytrain_opt.async_training.weight_shard import split_parameters
+    from raytrain_opt.train.task import aggregates
+
+    if aggregates(task):
+        rule = "has aggregate, and with parallel.mode: async no worker has the outputs of all"
+        raise JobError([Problem("task.name", rule)])
+    split_parameters(model, 1)
+
+
+def _sample_flops(
+    job: Job, task: Task, model: nn.Module, batch: Batch, shape: tuple[int, ...]
+) -> tuple[float, float]:
+    """Return the FLOPs of a sample as counted, and for the limits of a search; 0 and inf without.
+
+    Where they cannot be counted, the second are those of weights that meet every input.
+    """
+    from raytrain_opt.train.task import count_flops
+
+    if not job.learning_rate.searches_first:
+        return 0.0, math.inf
+    counted = count_flops(task, model, batch)
+    if math.isfinite(counted):
+        return counted, counted
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    return counted, 6.0 * weights * math.prod(shape or ())
 
 
 def _try_model(

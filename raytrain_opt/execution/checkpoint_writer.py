@@ -26,9 +26,9 @@ class Interval:
     """What is left of `checkpoint.every`, since the latest checkpoint was begun."""
 
     def __init__(self, section: CheckpointSection) -> None:
-        counts_steps = isinstance(section.every, int)
-        self._every_s = math.inf if counts_steps else section.every
-        self._every_steps = section.every if counts_steps else math.inf
+        self.counts_steps = isinstance(section.every, int)
+        self._every_s = math.inf if self.counts_steps else section.every
+        self._every_steps = section.every if self.counts_steps else math.inf
         self.restart()
 
     def restart(self) -> None:
@@ -45,9 +45,10 @@ class Interval:
     def steps_are_over(self) -> bool:
         return self._steps >= self._every_steps
 
-    @property
-    def time_is_over(self) -> bool:
-        return monotonic_s() - self._began_s >= self._every_s
+    def ends_within(self, seconds: float) -> bool:
+        """Return whether the time is over then; at most half of it counts as such seconds."""
+        ahead_s = min(seconds, self._every_s / 2)
+        return monotonic_s() - self._began_s >= self._every_s - ahead_s
 
 
 class CheckpointWriter:
@@ -59,6 +60,7 @@ class CheckpointWriter:
         self._checkpoints, self._paths, self._event_log = checkpoints, paths, event_log
         self._limit_s = limit_s
         self._pending: Future[None] | None = None
+        self._writing_s = 0.0  # of the last one
         self._epoch = 0
         self._notes: list[str] = []  # on the remote storage, for the user
         self._closing = Event()
@@ -68,9 +70,13 @@ class CheckpointWriter:
 
     @property
     def is_due(self) -> bool:
-        """Whether `checkpoint.every` is over; a time not before the last one is written."""
+        """Whether `checkpoint.every` is over, or is when a checkpoint begun now will be written.
+
+        A time is not before the last one is written.
+        """
         is_idle = self._pending is None or self._pending.done()
-        return self.interval.steps_are_over or (is_idle and self.interval.time_is_over)
+        ends = self.interval.ends_within(self._writing_s)
+        return self.interval.steps_are_over or (is_idle and ends)
 
     @property
     def latest(self) -> Checkpoint | None:
@@ -92,7 +98,8 @@ class CheckpointWriter:
 
         Waits for the save before; raises StorageError if that one failed, DivergedError if its
         state was not finite. `state` must not change until the save is complete. Does nothing if
-        the run has come no further: a complete checkpoint must not be written once more.
+        the run has come no further: a complete checkpoint must not be written once more. Where
+        `checkpoint.every` is a number of steps, none is made before this checkpoint is complete.
         """
         self.wait()
         self.interval.restart()
@@ -103,6 +110,7 @@ class CheckpointWriter:
         self._epoch = epoch = point.epoch
 
         def write() -> None:
+            began_s = monotonic_s()
             tensor = state.first_not_finite()
             if tensor is not None:
                 raise DivergedError(
@@ -113,8 +121,11 @@ class CheckpointWriter:
             self._paths.sync_records()
             self._checkpoints.save(point, state, progress.to_json(), score, candidates)
             self.publish()
+            self._writing_s = monotonic_s() - began_s
 
         self._pending = start_thread(write)
+        if self.interval.counts_steps:
+            self.wait()
 
     def publish(self) -> None:
         """Copy the run to remote storage, repeatedly until `close`. Raises StorageError."""

@@ -77,18 +77,26 @@ def job_fields(job: Job) -> dict[str, Any]:
     return flatten(plain_job(job))
 
 
-def check_continues(job: Job, trained: Mapping[str, Any], run_dir: str) -> bool:
+def check_continues(
+    job: Job, trained: Mapping[str, Any], run_dir: str, *, is_edited: bool = False
+) -> bool:
     """Raise JobError unless the job continues a run with these fields; another length is allowed.
 
-    Returns whether it has another length.
+    `is_edited`: the run's own job.yaml was, since it had them. Returns whether it has another
+    length.
     """
     problems = _differences(job, trained, run_dir)
     changes = [problem for problem in problems if not problem.path.startswith(_LENGTH)]
     if changes:
         allowed = ", ".join(name.rstrip(".") for name in (*_LENGTH, *_HARMLESS))
-        rule = f"continues {run_dir}, in which only {allowed} can change"
-        hint = "put the values back, or start a new run, with resume: never"
-        raise JobError([Problem("resume", rule, hint=hint), *changes])
+        path, rule = "resume", f"continues {run_dir}, in which only {allowed} can change"
+        hint = f"put the values back; {_new_run(job, run_dir)}"
+        if is_edited:
+            path = "job.yaml"
+            rule = (
+                f"of {run_dir} was edited since the latest checkpoint; only {allowed} can change"
+            )
+        raise JobError([Problem(path, rule, hint=hint), *changes])
     if problems:
         _check_length(job, trained, run_dir)
     return bool(problems)
@@ -117,8 +125,17 @@ def _check_length(job: Job, trained: Mapping[str, Any], run_dir: str) -> None:
         field = "train_for"
         rule = "plans no more epochs of this run; give --set train_for=null --set epochs=N"
     if rule:
-        hint = f"or start a new run from its weights: --set model.weights={quote(run_dir)}"
+        hint = _new_run(job, run_dir)
+        if epochs:
+            hint += f", from its weights with --set model.weights={quote(run_dir)}"
         raise JobError([Problem(field, rule, _value_text(vars(job), field), hint)])
+
+
+def _new_run(job: Job, run_dir: str) -> str:
+    if job.resume != "auto":
+        return "or start a new run"
+    unchanged = resume_command(run_dir, job)
+    return f"or resume that run unchanged: {unchanged}; or start a new run: --set resume=never"
 
 
 def resume_command(run_dir: str, job: Job, options: str = "") -> str:

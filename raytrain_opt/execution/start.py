@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -42,10 +43,8 @@ def resident_pools(
 ) -> Iterator[tuple[RayPool, RayPool]]:
     """Keep workers and slots for the time of the block; `RayPool.start` starts their processes.
 
-    Leaving the block asks them to leave and gives them `timeouts.stop_s`; a pool that is still
-    starting, or in the middle of a command, gets no time. Then the launcher is ended with
-    everything it ever started, so that nothing of the run is left: no actor, no process, no
-    placement group.
+    Leaving the block asks them to leave and gives them `timeouts.stop_s`, unless they are starting
+    or work on a command. Then the launcher is ended with everything it ever started.
 
     Args:
         config: without the mailbox.
@@ -65,25 +64,20 @@ def resident_pools(
     )
     config = replace(config, mailbox=mailbox.remote(shared))
     states, limit_s = RayStateStore(), timeouts.no_progress_s
-    workers = RayPool(
+    pool = partial(RayPool, mailbox=config.mailbox, states=states, limit_s=limit_s)
+    workers = pool(
         WORKER_POOL,
         plan.workers,
         lambda: launcher.run_workers.remote(config),
-        config.mailbox,
-        states,
-        limit_s,
         can_lose_residents=not config.program.forms_group,
         has_room=None
         if config.min_workers == plan.workers
         else lambda: count_placeable(plan.worker_resources, 1, _LOOK_S) == 1,
     )
-    slots = RayPool(
+    slots = pool(
         SLOT_POOL,
         plan.slots,
         lambda: launcher.run_slots.remote(config),
-        config.mailbox,
-        states,
-        limit_s,
         can_lose_residents=True,
     )
     try:

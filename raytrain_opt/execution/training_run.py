@@ -134,8 +134,8 @@ class TrainingRun:
                 until = self.checkpoints.interval.limit(action.pretrain_steps)
                 after = self._candidates.train(state, before, until=until, is_due=self._must_save)
                 self._epoch.round = after
-                steps = (after.steps - before.steps) // self._candidates.width
-                self.checkpoints.interval.count(steps)
+                self.pools.states.keep(state, *after.states.values())
+                self.checkpoints.interval.count(after.steps_since(before))
                 if self.stop.error is not None or (after.left and self._must_save()):
                     self._save_round(state, after)
         results = list(self._epoch.begin_round(action).results)
@@ -207,8 +207,7 @@ class TrainingRun:
                 return state
 
     def _save_round(self, state: StateRef, done: RoundProgress) -> None:
-        self._epoch.round = done = self._candidates.with_best(state, done)
-        self.pools.states.keep(state, *done.states.values())
+        self._epoch.round = self._candidates.with_best(state, done)
         self._save_partial(state)
 
     def _must_save(self) -> bool:

@@ -7,7 +7,7 @@ import fcntl
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -92,10 +92,11 @@ def open_workspace(
             remove_abandoned()
             if not resume:
                 paths.begin()
-            has_lock = stack.enter_context(lock_run_directory(paths.local))
+            sign_lock = stack.enter_context(lock_run_directory(paths.local))
             checkpoints = Checkpoints(paths.checkpoints, job.checkpoint)
             damages = checkpoints.drop_damaged()
             _check_latest(checkpoints, paths, job, info)
+            has_lock = sign_lock()
             for torn in paths.local.glob(".*.tmp"):  # of a process that was killed
                 torn.unlink()
             checkpoints.remove_orphans()
@@ -143,7 +144,7 @@ def _check_latest(
         if info is not None and progress.data is not None:
             progress.data.require_same(info)
         if progress.job is not None:
-            check_continues(job, progress.job, paths.shown)
+            check_continues(job, progress.job, paths.shown, is_edited=True)
         check_records(paths.local, len(progress.history.decisions), progress.next_epoch - 1)
 
 
@@ -160,18 +161,21 @@ def how_to_resume(paths: RunPaths, job: Job, options: str = "") -> str:
 
 
 @contextmanager
-def lock_run_directory(run_dir: Path) -> Iterator[bool]:
+def lock_run_directory(run_dir: Path) -> Iterator[Callable[[], bool]]:
     """Hold the lock of a run directory against every other process that sees this folder.
 
-    Yields whether it is held: False on a file system without locks. Raises JobError when another
-    process holds it, and OSError when its file cannot be written.
+    Yields a function that writes this process into the lock, and returns whether it is held: False
+    on a file system without locks. Until it is called, nothing is changed, and a new lock is
+    removed again. Raises JobError when another process holds the lock, and OSError when its file
+    cannot be made.
     """
-    is_held, path = True, run_dir / _LOCK
+    held, path = True, run_dir / _LOCK
+    is_new = not path.exists()
     with open(path, "a+", encoding="utf-8", opener=open_plain) as file:
         try:
             _lock_exclusively(file)
         except BlockingIOError as error:
-            holder = path.read_text(encoding="utf-8")
+            holder = Path(file.name).read_text(encoding="utf-8")
             rule = (
                 "another run is writing to this directory: "
                 f"{holder or 'a process that has just started'}; wait for it, or stop it"
@@ -180,16 +184,26 @@ def lock_run_directory(run_dir: Path) -> Iterator[bool]:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            is_held = False
-        if is_held:
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()} since {utc_now()}")
-            file.flush()
+            held = False
+
+        def sign() -> bool:
+            nonlocal is_new
+            is_new = False
+            if held:
+                holder = f"process {os.getpid()} on {socket.gethostname()} since {utc_now()}"
+                os.ftruncate(file.fileno(), 0)
+                content = holder.encode()
+                while content:  # a buffer would be written at the end; full storage takes a part
+                    content = content[os.write(file.fileno(), content) :]
+            return held
+
         _locks.add(file.fileno())
         try:
-            yield is_held
+            yield sign
         finally:
             _locks.discard(file.fileno())
+            if is_new:
+                path.unlink(missing_ok=True)
 
 
 def _leave_locks() -> None:

@@ -24,7 +24,6 @@ from raytrain_opt.results import EvalTotals, Steps, TrainTotals
 from raytrain_opt.search.policy import Candidate, CandidateResult, TryCandidates
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.micro_batches import MicroBatches
-from raytrain_opt.train.phase import lone_failure
 from raytrain_opt.train.state import TrainingState
 
 # Of the rate of a candidate that shows whether an exception depends on the rate.
@@ -52,12 +51,6 @@ class LearnerHandler:
             self._phase, self._leaves = self._leaves, None
             if self._phase is None:
                 self.learner.release_memory()
-
-    @property
-    def failure(self) -> Exception | None:
-        """Why a command that hangs may wait for others in vain: what made its phase fail."""
-        failure = self.learner.failure
-        return None if failure is None else lone_failure(failure)
 
     def close(self) -> None:
         self.learner.close()
@@ -186,7 +179,8 @@ class CandidateTrainer(LearnerHandler):
         self._have_trained |= not result.failure
         if not self._have_trained:
             learner.load(self.states.get(command.state))
-            self._try_control(plan, on_step)
+            total = plan.pretrain_steps
+            self._try_control(plan, lambda done, more: on_step(total + done, total + more))
         # The results of a group are the same on all ranks.
         return None if self._rank else result
 
@@ -202,6 +196,7 @@ class CandidateTrainer(LearnerHandler):
         self._live_candidate = None
         if self.learner.failure is not None:
             raise self.learner.failure
+        self._have_trained = True
 
     def _keep_best(self, plan: TryCandidates) -> None:
         """Keep the last state if it is the best so far, and no other."""
@@ -246,15 +241,16 @@ class CandidateTrainer(LearnerHandler):
 
     def _make_live(self, command: SendCandidateState, on_step: OnStep) -> None:
         """Load the candidate's state, or train it again in a process that never had it."""
-        candidate = command.candidate
+        candidate, round_ = command.candidate, command.round
+        if self._round != (round_.state.id, round_.plan):
+            self._forget_candidates()
         if candidate.index == self._live_candidate:
             return
         if candidate.index in self._kept_states:
             self.learner.load(self._kept_states[candidate.index])
         else:
-            plan = command.round.plan
-            self.learner.load(self.states.get(command.round.state))
-            self._train(plan, candidate, on_step)
+            self.learner.load(self.states.get(round_.state))
+            self._train(round_.plan, candidate, on_step)
         self._live_candidate = candidate.index
 
 

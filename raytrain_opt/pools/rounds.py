@@ -39,10 +39,14 @@ class RoundProgress:
         """The steps that candidates without a result have trained."""
         return sum(totals.steps for totals in self.totals.values())
 
-    @property
-    def steps(self) -> int:
-        """The steps of all candidates."""
-        return len(self.results) * self.action.pretrain_steps + self.steps_of_parts
+    def steps_since(self, before: RoundProgress) -> int:
+        """Return the most steps that a candidate has trained since then."""
+        now, then = self._steps(), before._steps()
+        return max((steps - then.get(index, 0) for index, steps in now.items()), default=0)
+
+    def _steps(self) -> dict[int, int]:
+        whole = {result.candidate.index: self.action.pretrain_steps for result in self.results}
+        return whole | {index: totals.steps for index, totals in self.totals.items()}
 
     @property
     def best(self) -> CandidateResult | None:
@@ -104,16 +108,11 @@ class CandidateTraining:
             for index, totals in progress.totals.items()
         }
         command = Pretrain(start, progress.action, wave, parts, until)
-        replies = self._segments.command(command, is_due, residents)
+        replies = self._segments.command(command, is_due, residents) if residents else {}
         if not replies:
             text = "every slot died more often than max_restarts allows"
             raise PoolError(f"epoch {progress.action.epoch}: {text}")
         return progress.after({c: replies.get(rank) for rank, c in wave.items()})
-
-    @property
-    def width(self) -> int:
-        """The number of candidates that train at the same time."""
-        return 1 if self._together else max(1, len(self._pool.alive()))
 
     def with_best(self, start: StateRef, progress: RoundProgress) -> RoundProgress:
         """Return the progress with the state of the best candidate, if it may be kept."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 import ray
 
 from raytrain_opt.cluster.connection import gone_nodes
+from raytrain_opt.errors import PoolError
 from raytrain_opt.pools.commands import (
     Command,
     Evaluate,
@@ -34,7 +35,11 @@ class ObjectStore:
         # Connections to a node that hangs stay open; Ray would wait seven minutes for its owner.
         if ref.node_id in gone_nodes():
             raise ray.exceptions.ObjectLostError(ref.id, None, "")
-        return cast("TrainingState", ray.get(ref.ref, timeout=_FETCH_S))
+        try:
+            return cast("TrainingState", ray.get(ref.ref, timeout=_FETCH_S))
+        except ray.exceptions.GetTimeoutError as error:
+            rule = f"a state did not arrive within {_FETCH_S:g} s from the node that holds it"
+            raise PoolError(f"{rule} (is that node overloaded or hung?)") from error
 
     def put(self, state_id: str, state: TrainingState) -> StateRef:
         node_id = ray.get_runtime_context().get_node_id()

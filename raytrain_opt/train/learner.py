@@ -20,7 +20,6 @@ from raytrain_opt.config.updates import ParallelSection
 from raytrain_opt.data import TrainingData, open_data
 from raytrain_opt.data.base import Batch, DataInfo, no_op
 from raytrain_opt.data.factory import SharedData
-from raytrain_opt.models import build_model
 from raytrain_opt.optim import averaging
 from raytrain_opt.optim.epoch_steps import ramp_factor
 from raytrain_opt.optim.factory import build_optimizer
@@ -92,16 +91,9 @@ class Learner:
         self._begin_phase(1, MicroBatches.all(1))
 
     def _build_model(self) -> nn.Module:
-        config, info = self.config, self.info
-        model = build_model(
-            config.model,
-            num_classes=info.num_classes,
-            sample_shape=info.sample_shape,
-            seed=config.seed,
-            channels_last=config.channels_last,
-        ).to(self.device)
-        batch_norm.set_momentum(model, config.batch_norm.momentum)
-        batch_norm.freeze_statistics(model, config.model.freeze)
+        model = self.config.build_model(self.info).to(self.device)
+        batch_norm.set_momentum(model, self.config.batch_norm.momentum)
+        batch_norm.freeze_statistics(model, self.config.model.freeze)
         return model
 
     @property

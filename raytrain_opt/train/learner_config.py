@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from raytrain_opt.config.data import DataSection, HoldOut
 from raytrain_opt.config.schema import (
@@ -22,6 +22,11 @@ from raytrain_opt.config.updates import (
     RampStep,
 )
 from raytrain_opt.results import EVAL_BLOCK_SIZE
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from raytrain_opt.data.base import DataInfo
 
 # Sections that may hold objects of the user's own, which can be large.
 OBJECT_SECTIONS = ("model", "data", "task", "loss")
@@ -71,6 +76,18 @@ class LearnerConfig:
                 section: value.model_copy(update={"name": function_name(value.name)})
                 for section, value in values.items()
             },
+        )
+
+    def build_model(self, info: DataInfo) -> nn.Module:
+        """Build the network for these data, on the CPU; see `models.build_model`."""
+        from raytrain_opt.models import build_model
+
+        return build_model(
+            self.model,
+            num_classes=info.num_classes,
+            sample_shape=info.sample_shape,
+            seed=self.seed,
+            channels_last=self.channels_last,
         )
 
     @property

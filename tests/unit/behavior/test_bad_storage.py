@@ -172,7 +172,8 @@ def test_a_run_without_its_job_is_refused(run_dir: Path) -> None:
 
 
 def test_a_directory_in_use_is_refused_and_its_user_is_named(run_dir: Path) -> None:
-    with lock_run_directory(run_dir):
+    with lock_run_directory(run_dir) as sign:
+        sign()
         message = command_error("run", "--resume", str(run_dir))
     assert "--resume: another run is writing to this directory: process " in message
     assert f"process {os.getpid()} on " in message
@@ -185,8 +186,8 @@ def test_the_lock_ends_when_its_process_is_killed(run_dir: Path) -> None:
     hold = (
         "import os, pathlib, sys, time\n"
         "from raytrain_opt.execution.workspace import lock_run_directory\n"
-        f"with lock_run_directory(pathlib.Path({str(run_dir)!r})):\n"
-        "    is_parent = os.fork()\n"
+        f"with lock_run_directory(pathlib.Path({str(run_dir)!r})) as sign:\n"
+        "    sign(); is_parent = os.fork()\n"
         "    if is_parent: print('held', flush=True)\n"
         "    time.sleep(100 if is_parent else 3)"
     )
@@ -197,8 +198,8 @@ def test_the_lock_ends_when_its_process_is_killed(run_dir: Path) -> None:
             pass
         other.kill()
         other.wait(10)
-    with lock_run_directory(run_dir) as is_held:
-        assert is_held
+    with lock_run_directory(run_dir) as sign:
+        assert sign()
 
 
 def test_nothing_is_written_through_a_link(tmp_path: Path, run_dir: Path) -> None:
@@ -224,5 +225,5 @@ def test_a_file_system_without_locks_is_still_used(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("fcntl.flock", refuse)
-    with lock_run_directory(run_dir) as is_held:
-        assert not is_held
+    with lock_run_directory(run_dir) as sign:
+        assert not sign()

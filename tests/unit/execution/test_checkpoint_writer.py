@@ -162,7 +162,7 @@ def test_an_interval_of_steps_ends_with_the_last_of_them() -> None:
         interval.count(1)
         assert interval.steps_are_over
         interval.restart()
-    assert not interval.time_is_over
+    assert not interval.ends_within(0.0)
 
 
 def test_an_interval_of_time_ends_after_any_number_of_steps(
@@ -174,11 +174,14 @@ def test_an_interval_of_time_ends_after_any_number_of_steps(
     for _ in range(2):
         interval.count(1000)
         now_s[0] += 3.9
-        assert not interval.time_is_over
+        assert not interval.ends_within(0.0)
+        assert interval.ends_within(0.2)  # a checkpoint that takes so long is begun now
         assert interval.limit(9) == 9
         now_s[0] += 0.2
-        assert interval.time_is_over
+        assert interval.ends_within(0.0)
         interval.restart()
+    now_s[0] += 1.9
+    assert not interval.ends_within(60.0)  # at least half of it is between two checkpoints
 
 
 def test_a_time_is_over_when_the_checkpoint_before_is_written(

@@ -105,8 +105,8 @@ def test_a_run_whose_command_was_killed_after_its_result_is_found(storage: str) 
         ({"checkpoint": {"keep": 5}}, None),
         ({"epochs": 9}, None),
         ({"epochs": 2}, "epochs: must be more than the 2 epochs"),
-        ({"seed": 1}, r"resume: continues .*seed: is 0 in that run"),
-        ({"seed": 1, "epochs": 9}, r"resume: continues .*seed: is 0 in that run"),
+        ({"seed": 1}, r"job.yaml: of .* was edited since .*seed: is 0 in that run"),
+        ({"seed": 1, "epochs": 9}, r"job.yaml: of .* was edited since .*seed: is 0 in that run"),
     ],
 )
 def test_an_edited_job_is_compared_with_the_one_of_the_checkpoint(
@@ -118,7 +118,7 @@ def test_an_edited_job_is_compared_with_the_one_of_the_checkpoint(
     write(run_dir, "epochs.jsonl", epochs(2))
     same, _ = find_run(edited, run_dir)
     with nullcontext() if message is None else pytest.raises(JobError, match=f"(?s){message}"):
-        check_continues(same, job_fields(trained), run_dir)
+        check_continues(same, job_fields(trained), run_dir, is_edited=True)
 
 
 def test_a_job_resumes_only_when_it_says_so(tmp_path: Path) -> None:
@@ -136,7 +136,8 @@ def test_another_job_is_refused_with_the_fields_that_differ(storage: str) -> Non
         found_run(other)
     message = str(caught.value)
     assert f"resume: continues {run_dir}, in which only epochs, " in message
-    assert "start a new run, with resume: never" in message
+    assert "resume that run unchanged: raytrain-opt run --resume " in message
+    assert "or start a new run: --set resume=never" in message
     assert "model.args.width: is 4 in that run (given: not set)" in message
     assert "learning_rate.policy: is 'stpt' in that run (given: 'schedule')" in message
     assert "learning_rate.shape: is not set in that run (given: 'linear')" in message
