@@ -332,6 +332,8 @@ def _is_verbose() -> bool:
 
 
 def _load_job(job_file: str, overrides: tuple[str, ...]) -> Job:
+    """Load the job; report errors of names, files and the schema together."""
     from raytrain_opt.config.load import load_job
+    from raytrain_opt.execution.check import check_sections
 
-    return load_job(job_file, overrides)
+    return load_job(job_file, overrides, check_sections)

@@ -148,7 +148,7 @@ class RunCopy:
             # Only tidying: what cannot be removed stays.
             with suppress(*STORAGE_ERRORS):
                 obstore.delete(self._store, name)
-            del self._published[name]
+                del self._published[name]
 
     def _put(self, name: str, version: _ObjectVersion | None) -> _ObjectVersion:
         """Write an object that has this version, or that does not exist (None)."""

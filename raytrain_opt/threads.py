@@ -38,9 +38,7 @@ THREADS_SPIN = set_wait_policy()
 
 
 def choose_threads(
-    processes: int,
-    note: Callable[[str], None],
-    fastest: Callable[[int], int] | None = None,
+    processes: int, note: Callable[[str], None], fastest: Callable[[int], int] | None = None
 ) -> int:
     """Return the threads of each process: the user's OMP_NUM_THREADS, or a part of the cores.
 
@@ -70,8 +68,10 @@ def available_cores(control_groups: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the number of cores that affinity and control group let this process use."""
     limit = math.inf
     with suppress(OSError, ValueError):  # of a system without control groups, or without a limit
-        quota, period = (control_groups / "cpu.max").read_text().split()
-        limit = int(quota) / int(period)
+        version_2 = (control_groups / "cpu.max").exists()
+        names = ("cpu.max",) if version_2 else ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
+        quota, period = " ".join((control_groups / name).read_text() for name in names).split()
+        limit = int(quota) / int(period) if quota != "-1" else limit
     return max(1, int(min(len(os.sched_getaffinity(0)), limit)))
 
 

@@ -150,10 +150,7 @@ class AsyncTrainer:
 
 
 def _push(
-    server: ParameterServer,
-    result: MicroBatchDone,
-    version: int,
-    wires: Sequence[WireArray],
+    server: ParameterServer, result: MicroBatchDone, version: int, wires: Sequence[WireArray]
 ) -> None:
     staleness = server.push(result.number, version, wires)
     server.done(replace(result, staleness=staleness))

@@ -71,10 +71,7 @@ def plan_pools(job: Job, candidates: int, nodes: Sequence[Mapping[str, float]]) 
             "learning_rate.search_on: workers."
         )
     return replace(
-        plan,
-        slots=placed,
-        slot_resources=slot,
-        slots_per_node=math.ceil(placed / len(free)),
+        plan, slots=placed, slot_resources=slot, slots_per_node=math.ceil(placed / len(free))
     )
 
 

@@ -6,7 +6,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,14 @@ class Prediction:
     error: str | None = None
     values: Mapping[str, Any] = field(default_factory=dict)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the prediction for scripts."""
+        if self.error is not None:
+            return {"image": self.image, "error": self.error}
+        classes = [{"name": name, "probability": value} for name, value in self.classes]
+        values = {"values": dict(self.values)} if self.values else {}
+        return {"image": self.image, "classes": classes, **values}
+
     def line(self) -> str:
         """Return a line for the terminal."""
         texts = [f"{name} {100 * value:.1f} %" for name, value in self.classes]
@@ -56,7 +64,7 @@ def print_predictions(
         if not as_json:
             print(printable(prediction.line(), kept=""), flush=True)
     if as_json:
-        rows = [{k: v for k, v in asdict(prediction).items() if v} for prediction in printed]
+        rows = [prediction.to_json() for prediction in printed]
         print(json.dumps({"checkpoint": checkpoint, "predictions": rows}))
     return not any(prediction.error for prediction in printed)
 

@@ -6,13 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from raytrain_opt.config.section import (
-    Fraction,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-    default_kind,
-)
+from raytrain_opt.config.section import Fraction, PositiveFloat, PositiveInt, Section, default_kind
 
 
 class _BatchSizeSearch(Section):

@@ -194,6 +194,11 @@ class ImageFolderData(LoaderSection):
         for split in ("train_split", "test_split"):
             yield f"data.{split}", f"{self.root}/{getattr(self, split)}"
 
+    def broken_rules(self) -> Iterator[BrokenRule]:
+        yield from super().broken_rules()
+        if self.labels is not None and (self.train_split, self.test_split) != ("train", "val"):
+            yield "labels", "has a column split; remove train_split and test_split"
+
 
 class ShardsData(LoaderSection):
     """Images in tar files (WebDataset format), local or in an object storage."""

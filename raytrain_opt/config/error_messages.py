@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -119,7 +119,7 @@ def _problem(path: str, group: list[ErrorDetails], section: type[BaseModel]) -> 
         valid = nearest(path, names) or f"valid here: {', '.join(names)}"
         return Problem(path, "is not a known key", shown(value), valid)
     if kind.startswith("union_tag_"):
-        return _wrong_tag(path, details)
+        return _wrong_tag(path, details, section)
     if kind == "value_error":
         return Problem(path, str(context.get("error", details["msg"])), shown(value))
     if kind == "invalid_key" or "[key]" in details["loc"]:
@@ -136,6 +136,8 @@ def _problem(path: str, group: list[ErrorDetails], section: type[BaseModel]) -> 
 
 def _requirement(error: ErrorDetails) -> str:
     """Return what follows "must be"."""
+    if error["type"] == "model_attributes_type":
+        return "a section with the key policy or strategy"
     message = error["msg"].removeprefix("Input should be ")
     text = re.sub(r" or (an )?instance of \w+| or object to .*|, (unable|got) .*", "", message)
     return _SECTION if text == "a valid dictionary" else text
@@ -146,12 +148,26 @@ def _choices(error: ErrorDetails) -> list[str]:
     return re.findall(r"'([^']*)'", context.get("expected_tags", context.get("expected", "")))
 
 
-def _wrong_tag(path: str, error: ErrorDetails) -> Problem:
+def _wrong_tag(path: str, error: ErrorDetails, section: type[BaseModel]) -> Problem:
     """Report a wrong or missing key that selects the kind of section (`policy`, `data.name`)."""
     value, key = error["input"], error["ctx"]["discriminator"].strip("'")
-    choices = _choices(error)
+    kinds = sections_in(section.model_fields[path].annotation)
+    choices = _choices(error) or [tag for kind in kinds for tag in _tags_of(kind)]
     rule = f"one of {', '.join(choices)}"
     if isinstance(value, dict) and key not in value:
         return Problem(f"{path}.{key}", "is required", None, rule)
     value = value[key] if isinstance(value, dict) else value
     return Problem(f"{path}.{key}", f"must be {rule}", shown(value), nearest(value, choices))
+
+
+def sections_in(kind: Any) -> list[type[BaseModel]]:
+    """Return the sections that a type contains, such as those of a union."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return [kind]
+    return [section for member in get_args(kind) for section in sections_in(member)]
+
+
+def _tags_of(section: type[BaseModel]) -> list[str]:
+    """Return the values of the key that selects a kind of section."""
+    kinds = (field.annotation for field in section.model_fields.values() if field.is_required())
+    return [tag for kind in kinds if get_origin(kind) is Literal for tag in get_args(kind)]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from raytrain_opt.config.section import (
     BrokenRule,
@@ -16,7 +16,6 @@ from raytrain_opt.config.section import (
     PositiveFloat,
     PositiveInt,
     Section,
-    default_kind,
 )
 
 LR_SETS: dict[str, tuple[float, ...]] = {
@@ -121,7 +120,7 @@ class StptPolicy(_Policy):
     scaling: Scaling | None = Field(None, description=_SCALING)
     candidates: (
         Literal["narrow", "middle", "wide", "alpha_study", "mix"]
-        | Annotated[list[PositiveFloat], Field(min_length=1, max_length=100)]
+        | Annotated[list[PositiveFloat], Field(max_length=100)]
     ) = "mix"
     """Multipliers of the base rate: a set of the paper, its Mix schedule (boundaries scaled to the
     number of epochs), or a list of your own."""
@@ -133,6 +132,13 @@ class StptPolicy(_Policy):
     search_on: SearchOn = Field("slots", description=_SEARCH_ON)
     warmup: Warmup | None = None
     """Warm-up without candidates. Default: 4/40 of the epochs for mix, else none."""
+
+    @field_validator("candidates")
+    @classmethod
+    def _refuse_empty_and_repeated(cls, value: Any) -> Any:
+        if isinstance(value, list) and (not value or len(set(value)) != len(value)):
+            raise ValueError("give at least one multiplier, each of them once")
+        return value
 
     def broken_rules(self) -> Iterator[BrokenRule]:
         if self.warmup is not None and self.warmup.steps is not None:
@@ -252,7 +258,5 @@ class ReplayPolicy(_Policy):
 
 
 LearningRateSection = Annotated[
-    StptPolicy | SchedulePolicy | ReplayPolicy | HorizonPolicy,
-    Field(discriminator="policy"),
-    default_kind("policy", "stpt_horizon"),
+    StptPolicy | SchedulePolicy | ReplayPolicy | HorizonPolicy, Field(discriminator="policy")
 ]

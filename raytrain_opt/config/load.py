@@ -10,9 +10,11 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from raytrain_opt.config.error_messages import nearest, shown
 from raytrain_opt.config.schema import Job
@@ -25,40 +27,49 @@ MAX_BYTES = 2**20
 # A job file may hold these as a bare name: `model: resnet8`.
 _NAMED_SECTIONS = ("model", "data", "optimizer", "task", "loss")
 
+# Checks valid sections, by name, beyond the schema; see `execution.check.check_sections`.
+SectionCheck = Callable[[Mapping[str, Any]], list[Problem]]
 
-def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
+
+def load_job(
+    path: str | Path, overrides: Sequence[str] = (), check_sections: SectionCheck | None = None
+) -> Job:
     """Return the job written in a YAML file, with each `a.b=c` of `overrides` applied.
 
-    Raises JobError with every problem: file, YAML syntax, overrides, schema.
+    Raises JobError with every problem: file, YAML syntax, overrides, schema. With
+    `check_sections`, a file that breaks the schema in one section is also checked beyond the
+    schema in the others, so that an unknown model is reported at once.
     """
-    return parse_job(_read_text(Path(path)), str(path), overrides)
+    return parse_job(_read_text(Path(path)), str(path), overrides, check_sections)
 
 
 def parse_job(
-    job: Mapping[str, Any] | str, source: str = "job", overrides: Sequence[str] = ()
+    job: Mapping[str, Any] | str,
+    source: str = "job",
+    overrides: Sequence[str] = (),
+    check_sections: SectionCheck | None = None,
 ) -> Job:
     """Return the job given as YAML text, or as the mapping that the text would hold.
 
     `source` names it in errors. Raises JobError as `load_job` does.
     """
-    raw = read_yaml(job, source) if isinstance(job, str) else job
-    if not isinstance(raw, Mapping):
+    raw = _copy_containers(read_yaml(job, source) if isinstance(job, str) else job)
+    if not isinstance(raw, dict):
         rule = "is empty" if raw is None else "must be keys and values"
         value = None if raw is None else shown(raw)
         hint = "a job needs at least model, data, epochs and global_batch_size"
         raise JobError([Problem("the file", rule, value, hint)], source)
-    problems = []
-    for override in overrides:
-        try:
-            raw = _with_override(raw, override)
-        except JobError as error:
-            problems += error.problems
+    problems = _apply_overrides(raw, overrides)
     try:
         result = Job.model_validate(raw)
         if not problems:
             return result
     except JobError as error:
         problems += error.problems
+    if check_sections is not None:
+        paths = {problem.path for problem in problems}
+        others = check_sections(_valid_sections(raw))
+        problems += [problem for problem in others if problem.path not in paths]
     raise JobError(problems, source)
 
 
@@ -87,8 +98,12 @@ def flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def job_schema() -> dict[str, Any]:
     """Return the JSON schema of a job file, for editors and other programs."""
-    url = "https://json-schema.org/draft/2020-12/schema"
-    return {"$schema": url, **Job.model_json_schema()}
+    schema = Job.model_json_schema()
+    for section in (schema, *schema["$defs"].values()):
+        for field in section["properties"].values():
+            if "description" in field:  # of several lines where the source has several
+                field["description"] = " ".join(field["description"].split())
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
 def _read_text(path: Path) -> str:
@@ -107,30 +122,69 @@ def _read_text(path: Path) -> str:
         raise JobError([problem], str(path)) from error
 
 
-def _with_override(raw: Mapping[str, Any], override: str) -> Mapping[str, Any]:
-    """Return the job with the value of `path=value`, which is YAML; missing sections are made."""
-    path, equals, text = override.partition("=")
-    keys = path.strip().split(".")
-    if len(keys) > MAX_DEPTH or not equals or not all(keys):
-        rule = f"an override has the form section.key=value, with at most {MAX_DEPTH} levels"
-        raise JobError([Problem("--set", rule, shown(override))])
-    try:
-        return _with(raw, keys, read_yaml(text, source=override))
-    except JobError as error:
-        raise JobError([replace(p, path=f"--set {path}") for p in error.problems]) from error
+def _apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[Problem]:
+    """Write each `path=value` into `raw`, in order; return the problems of failed overrides.
+
+    The value is YAML. The path enters lists by index and creates missing sections; the schema
+    checks later whether its keys exist.
+    """
+    problems = []
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        keys = path.strip().split(".")
+        if len(keys) > MAX_DEPTH or not equals or not all(keys):
+            rule = f"an override has the form section.key=value, with at most {MAX_DEPTH} levels"
+            problems.append(Problem("--set", rule, shown(override)))
+            continue
+        try:
+            value = read_yaml(text, source=override)
+            if "#" in text and "#" not in str(value):
+                raise ValueError("a comment begins at the #: quote the text")
+            _put(raw, keys, value)
+        except JobError as error:
+            problems += [Problem(f"--set {path}", p.rule, p.value) for p in error.problems]
+        except ValueError as error:
+            problems.append(Problem(f"--set {path}", str(error), repr(text)))
+    return problems
 
 
-def _with(section: Mapping[str, Any], keys: Sequence[str], value: Any) -> Mapping[str, Any]:
-    key, *below = keys
-    if not below:
-        return {**section, key: value}
-    inner = section.get(key) or {}
-    if key in _NAMED_SECTIONS and not isinstance(inner, Mapping):
-        inner = {"name": inner}
-    if not isinstance(inner, Mapping):
-        rule = f"{key} is a single value or a list, it has no {below[0]!r}"
-        raise JobError([Problem("", rule, shown(inner))])
-    return {**section, key: _with(inner, below, value)}
+def _put(raw: dict[str, Any], keys: list[str], value: Any) -> None:
+    """Write `value` at the path of `keys`. Raises ValueError."""
+    container: Any = raw
+    for depth, key in enumerate(keys, 1):
+        above, place = ".".join(keys[: depth - 1]), cast(Any, key)
+        if isinstance(container, list):
+            if not key.isdecimal() or int(key) >= len(container):
+                last = len(container) - 1
+                raise ValueError(f"{above} is a list: give an index from 0 to {last}")
+            place = int(key)
+        elif not isinstance(container, dict):
+            raise ValueError(f"{above} is a single value, it has no {key!r}")
+        if depth == len(keys):
+            container[place] = value
+            return
+        inner = container.get(key) if isinstance(container, dict) else container[place]
+        if depth == 1 and key in _NAMED_SECTIONS and not isinstance(inner, dict | list | None):
+            inner = {"name": inner}
+        container[place] = {} if inner is None else inner
+        container = container[place]
+
+
+def _valid_sections(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sections of a wrong job that are valid by themselves."""
+    sections = {}
+    kinds = get_type_hints(Job, include_extras=True)
+    for name in raw.keys() & Job.model_fields.keys():
+        with suppress(ValidationError):  # reported already
+            sections[name] = TypeAdapter(kinds[name]).validate_python(raw[name])
+    return sections
+
+
+def _copy_containers(value: Any) -> Any:
+    """Copy mappings and lists, so that overrides do not change the caller's."""
+    if isinstance(value, Mapping):
+        return {key: _copy_containers(inner) for key, inner in value.items()}
+    return [_copy_containers(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _to_plain(value: Any, path: str) -> Any:

@@ -264,7 +264,7 @@ class Job(Section):
     learning_rate: LearningRateSection = Field(
         default_factory=lambda: HorizonPolicy(policy="stpt_horizon"), validate_default=True
     )
-    """How the learning rate is chosen; without `policy` by stpt_horizon."""
+    """How the learning rate is chosen; by default by stpt_horizon."""
     batch_size_search: BatchSizeSection | None = None
     """Choose global_batch_size by probes before the training, and change learning_rate.initial
     accordingly; without `strategy` by throughput_knee. Default: no search."""

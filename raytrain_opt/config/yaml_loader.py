@@ -1,12 +1,14 @@
 """Read and write YAML as job files use it: plain values only.
 
-PyYAML's safe loader with the scalars of YAML 1.2: `1e-3` is a number, `1:30` and `2026-01-31` are
-text. A key given twice, tags, anchors and aliases are refused with their line: without aliases a
-small file cannot stand for a large value.
+On top of PyYAML's safe loader: a key given twice, tags, anchors and aliases are refused with their
+line; `1e-3` is a number (YAML 1.1 reads it as text), `2026-01-31` is text (YAML 1.1 reads a date).
+What YAML 1.1 reads as another number than people do is refused, and so is
+a key without a value. Without aliases a small file cannot stand for a large value.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -16,20 +18,33 @@ from yaml.events import AliasEvent
 from yaml.nodes import MappingNode, Node, ScalarNode
 from yaml.reader import ReaderError
 
-from raytrain_opt.config.error_messages import shown
 from raytrain_opt.errors import JobError, Problem
 
 # Far deeper than any job, and far from Python's limit of recursion.
 MAX_DEPTH = 50
-_INT, _UNCLEAR = "tag:yaml.org,2002:int", "tag:unclear"
-_SCALARS = {
-    "tag:yaml.org,2002:null": r"null|Null|NULL|~|",
-    "tag:yaml.org,2002:bool": r"true|True|TRUE|false|False|FALSE",
-    _UNCLEAR: r"(?i:yes|no|on|off)",
-    _INT: r"[-+]?[0-9]{1,100}",
-    "tag:yaml.org,2002:float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
-    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-}
+_FLOAT = "tag:yaml.org,2002:float"
+_BOOL = "tag:yaml.org,2002:bool"
+_DATE = "tag:yaml.org,2002:timestamp"
+_EXPONENT = re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
+_TRUE_OR_FALSE = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
+_LEADING_ZERO = re.compile(r"^[-+]?0(?:[0-9_]+(?:\.[0-9_]*)?(?:[eE][-+]?[0-9]+)?|[oO][0-9_]+)$")
+# Text without quotes that stands for something else than it looks like, and what to write.
+_UNCLEAR = (
+    (_LEADING_ZERO, "may be octal: write the number without a leading zero, or quote the text"),
+    (
+        re.compile(r"^[-+]?[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?$"),
+        "is a number of base 60 in YAML: quote the text, or write a duration such as 1h30min",
+    ),
+    (
+        re.compile(r"^(?i:yes|no|on|off)$"),
+        "may be text or a truth value: write true or false, or quote the text",
+    ),
+    (re.compile(r"^<<$"), "merges sections: repeat the values, or quote the text"),
+    (re.compile(r"^~$"), "is no value in YAML: write null, or quote the text"),
+    (re.compile(r"^$"), "a value is missing: write null for none, or remove the key"),
+)
+# Characters of a wrong line that an error shows.
+_MAX_SHOWN = 80
 
 
 class _Loader(yaml.SafeLoader):
@@ -53,6 +68,12 @@ class _Loader(yaml.SafeLoader):
         self._depth -= 1
         return node
 
+    def compose_scalar_node(self, anchor: Any) -> ScalarNode:
+        node: ScalarNode = super().compose_scalar_node(anchor)
+        for pattern, rule in _UNCLEAR if node.style is None else ():
+            _refuse_if(pattern.match(node.value) is not None, f"{node.value} {rule}".strip(), node)
+        return node
+
     def compose_mapping_node(self, anchor: Any) -> MappingNode:
         node: MappingNode = super().compose_mapping_node(anchor)
         lines: dict[tuple[str, str], int] = {}
@@ -63,9 +84,16 @@ class _Loader(yaml.SafeLoader):
             lines[name] = line
         return node
 
-    def construct_unclear(self, node: ScalarNode) -> None:
-        rule = "may be text or a truth value: write true or false, or quote the text"
-        _refuse_if(True, f"{node.value} {rule}", node)
+    def construct_object(self, node: Node, deep: bool = False) -> Any:
+        try:
+            value = super().construct_object(node, deep)
+            if isinstance(value, float) and math.isinf(value) and "inf" not in node.value.lower():
+                raise ValueError("it is too large")
+            return value
+        except ValueError as error:
+            rule = f"this number cannot be read: {error}"
+            mark: Any = node.start_mark
+            raise ComposerError(None, None, rule, mark) from error
 
 
 class _Dumper(yaml.SafeDumper):
@@ -76,11 +104,13 @@ class _Dumper(yaml.SafeDumper):
 
 
 for _kind in (_Loader, _Dumper):
-    _kind.yaml_implicit_resolvers = {
-        None: [(tag, re.compile(rf"^(?:{pattern})$")) for tag, pattern in _SCALARS.items()]
-    }
-_Loader.add_constructor(_INT, lambda _, node: int(node.value))  # without octal numbers
-_Loader.add_constructor(_UNCLEAR, _Loader.construct_unclear)
+    _kind.add_implicit_resolver(_FLOAT, _EXPONENT, list("-+.0123456789"))
+_Dumper.add_implicit_resolver(_FLOAT, _LEADING_ZERO, list("-+0"))
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_DATE, _BOOL)]
+    for first, resolvers in _Loader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(_BOOL, _TRUE_OR_FALSE, list("tTfF"))
 
 
 def read_yaml(text: str, source: str) -> Any:
@@ -115,5 +145,5 @@ def _to_problem(error: yaml.MarkedYAMLError, text: str) -> Problem:
     if mark is None:
         return Problem("the file", rule)
     lines = text.splitlines()
-    line = lines[mark.line].strip() if mark.line < len(lines) else ""
-    return Problem(f"line {mark.line + 1}, column {mark.column + 1}", rule, shown(line))
+    line = lines[mark.line].strip()[:_MAX_SHOWN] if mark.line < len(lines) else ""
+    return Problem(f"line {mark.line + 1}, column {mark.column + 1}", rule, repr(line))

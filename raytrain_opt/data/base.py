@@ -291,13 +291,17 @@ def _split(
 def channel_axis(shape: tuple[int, ...], default: int) -> int:
     """Return which axis of an image has the channels: the first, 0, or the last one, -1.
 
-    The only one with 1, 3 or 4 values, or the shorter one if neither has; else the `default`.
+    The only one with 1, 3 or 4 values, or beside a square image, or, if neither has 1, 3 or 4, the
+    shorter one; else the `default`.
     """
-    first, last = shape[0], shape[-1]
+    first, middle, last = shape
     usual = first in CHANNELS, last in CHANNELS
-    if usual == (True, True) or first == last:
+    for is_first, is_last in (usual, (middle == last, first == middle)):
+        if is_first != is_last:
+            return 0 if is_first else -1
+    if usual[0] or first == last:
         return default
-    return 0 if usual[0] or (not usual[1] and first < last) else -1
+    return 0 if first < last else -1
 
 
 def refuse_channels_last(shape: tuple[int, ...]) -> None:

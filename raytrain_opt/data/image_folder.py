@@ -98,6 +98,8 @@ class ImageFolderSource(ImageSource):
         if "final" in self._folders:
             self.final_size = self.size("final")
             self.notes += (f"test: {self.final_size:,} images are looked at once, at the end",)
+        elif section.labels is None and _has_third_folder(section):
+            self.notes += ("test: is not used, as its class folders are not those of training",)
         self.labels = self._folders["train"].labels
         self.class_names = tuple(self._folders["train"].classes)
         for name in self.class_names:
@@ -327,13 +329,18 @@ def _open_folders(
         rule += "move it away: init then takes a fifth of the training set as test set"
         raise DataError("data.root", rule)
     folders: dict[SourceSplit, ImageFiles] = {"train": train, "test": test}
-    if "test" not in (section.train_split, section.test_split):
+    if _has_third_folder(section):
         try:
             final = list_folder(root / "test", left_out, seen)
-        except FileNotFoundError:  # there is none, or one without labels
+        except FileNotFoundError:  # without labels
             return folders
         except OSError as error:
             raise DataError("data.root", str(error)) from error
         if final.classes == train.classes:
             folders["final"] = final
     return folders
+
+
+def _has_third_folder(section: ImageFolderData) -> bool:
+    is_free = "test" not in (section.train_split, section.test_split)
+    return is_free and (Path(section.root).expanduser() / "test").is_dir()

@@ -41,9 +41,9 @@ _MAX_DRAWS = 10
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 # Pillow knows more than forty formats, and starts Ghostscript for one of them.
 FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP")
-# Decoding takes about 8 bytes a pixel: 256 MiB, whatever a small file expands to. Most JPEG files,
-# which are larger, are reduced while they are decoded line by line.
-_MAX_PIXELS, _MAX_JPEG_PIXELS = 2**25, 85 * 2**20
+# Decoding takes up to 8 bytes a pixel, of WebP 16: 256 MiB, whatever a small file expands to. JPEG
+# files that are not progressive are decoded line by line, and reduced meanwhile.
+_MAX_PIXELS, _MAX_BASELINE_PIXELS = 2**25, 85 * 2**20
 _MAX_BYTES = 2**28
 
 
@@ -132,7 +132,9 @@ def open_image(content: bytes) -> Image.Image:
     except Exception as error:
         reason = f"it is not an image ({', '.join(FORMATS)}), or cut off within its header"
         raise ImageError(reason) from error
-    limit = _MAX_JPEG_PIXELS if image.format in ("JPEG", "MPO") else _MAX_PIXELS
+    is_baseline = image.format in ("JPEG", "MPO") and "progressive" not in image.info
+    limit = _MAX_PIXELS // 2 if image.format == "WEBP" else _MAX_PIXELS
+    limit = _MAX_BASELINE_PIXELS if is_baseline else limit
     if image.width * image.height > limit:
         pixels = f"{image.width * image.height:,} pixels, more than {limit:,}"
         raise ImageError(f"{pixels}: decoding would fill memory; make it smaller")

@@ -19,12 +19,7 @@ from torch.utils.data import DataLoader
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.data import LoaderSection
 from raytrain_opt.data.base import Batch, SourceSplit, TrainingData
-from raytrain_opt.data.batch_reader import (
-    BatchReader,
-    BatchRequest,
-    LoadedBatch,
-    keep_batch,
-)
+from raytrain_opt.data.batch_reader import BatchReader, BatchRequest, LoadedBatch, keep_batch
 from raytrain_opt.data.nesting import leaves, map_leaves
 from raytrain_opt.data.sampling import MicroBatch, Purpose
 from raytrain_opt.data.source import SampleSource

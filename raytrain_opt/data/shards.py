@@ -46,7 +46,7 @@ _REQUESTS = 32
 # Far more than any data set has; a pattern of more would only fill the memory.
 _MAX_SHARDS = 100_000
 # Of a member that is read at once: somebody else may have made the shard.
-_MAX_IMAGE_BYTES, _MAX_LABEL_BYTES = 2**29, 100
+_MAX_IMAGE_BYTES, _MAX_HEADER_BYTES, _MAX_LABEL_BYTES = 2**29, 2**20, 100
 _CLASS_NUMBER = re.compile(rb"\s*([0-9]{1,18})\s*")
 
 
@@ -226,6 +226,8 @@ class _ByteFile:
         self._file, self.seek, self.tell = file, file.seek, file.tell
 
     def read(self, size: int) -> bytes:
+        if not 0 <= size <= _MAX_HEADER_BYTES:  # of a header, however long it says that it is
+            raise tarfile.ReadError(f"a header of {size} bytes")
         return bytes(self._file.read(size))
 
 
@@ -266,13 +268,15 @@ def _read_members(stream: Any, name: str) -> Iterator[tuple[tarfile.TarInfo, byt
         # Compressed, positions would mean nothing.
         with tarfile.open(fileobj=stream, mode="r:") as file:
             for member in file:
+                if member.size < 0:  # the next header would be one before it
+                    raise tarfile.ReadError(f"a member of {member.size} bytes")
                 if left_out_kind(member.name) != "hidden":
                     stream.seek(member.offset_data)
                     yield member, stream.read(min(member.size, _MAX_LABEL_BYTES))
-            # A copy that ended early often ends between two members.
             stream.seek(file.offset)
-            if not stream.read(1):
-                raise tarfile.ReadError("it was cut off")
+            end = stream.read(_MAX_HEADER_BYTES)
+            if not end or any(end):
+                raise tarfile.ReadError("it was cut off" if not end else "another tar follows it")
     except BaseError:  # of the storage
         raise
     except Exception as error:  # a damaged header can make tarfile raise anything
@@ -285,11 +289,14 @@ def index_bytes(index: Indices, version: str) -> bytes:
 
 
 def parse_index(content: bytes, shard: Shard) -> Indices | None:
-    """Return the index in a file; None if it is cut off, or of another version of the shard."""
+    """Return the index in a file; None if it is damaged, or of another version of the shard."""
     version, _, rows = content.partition(b"\n")
     if version != shard.version.encode() or not rows or len(rows) % 24:
         return None
-    return np.frombuffer(rows, "<i8").reshape(-1, 3)
+    index = np.frombuffer(rows, "<i8").reshape(-1, 3)
+    positions, sizes = index[:, 0], index[:, 1]
+    is_inside = (index >= 0).all() and (sizes <= _MAX_IMAGE_BYTES).all()
+    return index if is_inside and (positions <= shard.size - sizes).all() else None
 
 
 def expand_braces(pattern: str) -> list[str]:

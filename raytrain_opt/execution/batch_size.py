@@ -19,10 +19,7 @@ from raytrain_opt.optim.epoch_steps import length_of
 from raytrain_opt.optim.schedules import ScalingRule
 from raytrain_opt.recording.reader import read_record
 from raytrain_opt.recording.recorder import append, write_record
-from raytrain_opt.recording.records import (
-    BatchSizeProbeRecord,
-    BatchSizeRecord,
-)
+from raytrain_opt.recording.records import BatchSizeProbeRecord, BatchSizeRecord
 from raytrain_opt.report import try_write_report
 from raytrain_opt.results import Probe
 from raytrain_opt.search.batch_size.strategy import (

@@ -16,11 +16,7 @@ from raytrain_opt.errors import CheckpointError
 from raytrain_opt.pools.commands import MainTrain
 from raytrain_opt.pools.protocol import TrainingOutcome
 from raytrain_opt.pools.rounds import RoundProgress
-from raytrain_opt.recording.records import (
-    EpochRecord,
-    ScheduleRecord,
-    StalenessRecord,
-)
+from raytrain_opt.recording.records import EpochRecord, ScheduleRecord, StalenessRecord
 from raytrain_opt.results import NO_STEPS, EvalTotals, Steps, TrainTotals
 from raytrain_opt.search.policy import CandidateResult, History, TryCandidates
 from raytrain_opt.train.checkpoint import Point

@@ -29,6 +29,7 @@ from raytrain_opt.recording.records import (
 )
 from raytrain_opt.report import try_write_report
 from raytrain_opt.report.plots import duration, percent, rate
+from raytrain_opt.results import Metric
 from raytrain_opt.storage import join, write_text
 from raytrain_opt.train.checkpoint import find_damage, read_checkpoint
 from raytrain_opt.train.trained_model import model_metadata
@@ -196,7 +197,10 @@ def _best_epoch(record: ResultRecord) -> str:
         return "–"
     value, last = best.metric.text(best.test_metric), best.metric.text(final.test_metric)
     text = f"{best.epoch} of {record.epochs}: {best.metric.name} {value}"
-    return text if last == value else f"{text} (last {last})"
+    text = text if last == value else f"{text} (last {last})"
+    shown = {} if best.metric.name == "accuracy" else {**best.test_metrics, best.metric.name: None}
+    others = [f"{name} {Metric(name).text(v)}" for name, v in shown.items() if v is not None]
+    return ", ".join([text, *others])
 
 
 def _shorten(path: str) -> str:

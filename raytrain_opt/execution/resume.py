@@ -92,10 +92,8 @@ def check_continues(
         path, rule = "resume", f"continues {run_dir}, in which only {allowed} can change"
         hint = f"put the values back; {_new_run(job, run_dir)}"
         if is_edited:
-            path = "job.yaml"
-            rule = (
-                f"of {run_dir} was edited since the latest checkpoint; only {allowed} can change"
-            )
+            path, rule = "job.yaml", f"of {run_dir} was edited since the latest checkpoint, while "
+            rule += f"only {allowed} can change"
         raise JobError([Problem(path, rule, hint=hint), *changes])
     if problems:
         _check_length(job, trained, run_dir)
@@ -116,14 +114,14 @@ def _check_length(job: Job, trained: Mapping[str, Any], run_dir: str) -> None:
     """Refuse a length that the run cannot have any more after its epochs."""
     epochs, field, rule = len(read_raw_lines(run_dir, EpochRecord)), "epochs", ""
     if not epochs:
-        rule = "cannot change before epoch 1 is complete, whose search belongs to the length"
+        rule = f"cannot change before epoch 1 of {run_dir} is complete: its search belongs to it"
     elif job.epochs is not None and job.epochs <= epochs:
-        rule = f"must be more than the {epochs} epochs that the run has trained"
+        rule = f"must be more than the {epochs} epochs that {run_dir} has trained"
     elif job.train_for is not None and (
         trained.get("train_for") is None or _has_trained_for_its_time(run_dir)
     ):
         field = "train_for"
-        rule = "plans no more epochs of this run; give --set train_for=null --set epochs=N"
+        rule = f"plans no more epochs of {run_dir}; give --set train_for=null --set epochs=N"
     if rule:
         hint = _new_run(job, run_dir)
         if epochs:

@@ -75,10 +75,7 @@ def resident_pools(
         else lambda: count_placeable(plan.worker_resources, 1, _LOOK_S) == 1,
     )
     slots = pool(
-        SLOT_POOL,
-        plan.slots,
-        lambda: launcher.run_slots.remote(config),
-        can_lose_residents=True,
+        SLOT_POOL, plan.slots, lambda: launcher.run_slots.remote(config), can_lose_residents=True
     )
     try:
         yield workers, slots
@@ -161,11 +158,7 @@ def start_pools(
 
 
 def _resident_config(
-    job: Job,
-    learner: LearnerConfig,
-    plan: PoolPlan,
-    paths: RunPaths,
-    program: SynchronousProgram,
+    job: Job, learner: LearnerConfig, plan: PoolPlan, paths: RunPaths, program: SynchronousProgram
 ) -> ResidentConfig:
     return ResidentConfig(
         learner=learner.named(*OBJECT_SECTIONS),

@@ -19,12 +19,7 @@ from raytrain_opt.execution.resolve import Resolved
 from raytrain_opt.execution.resume import job_fields
 from raytrain_opt.execution.workspace import Workspace
 from raytrain_opt.pools.commands import MainTrain, Progress, StateRef
-from raytrain_opt.pools.protocol import (
-    Pool,
-    Pools,
-    TrainingOutcome,
-    fetch_initial_state,
-)
+from raytrain_opt.pools.protocol import Pool, Pools, TrainingOutcome, fetch_initial_state
 from raytrain_opt.pools.rounds import CandidateTraining, RoundProgress
 from raytrain_opt.recording.recorder import EventLog, Recorder, write_record
 from raytrain_opt.recording.records import (

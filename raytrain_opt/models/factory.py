@@ -33,6 +33,8 @@ _RESERVED_ARGUMENTS = {
     **dict.fromkeys(_DATA_ARGUMENTS, _FROM_DATA),
     **dict.fromkeys(("weights", "pretrained", "weights_backbone"), _NOT_PRETRAINED),
 }
+# Of torchvision, with auxiliary heads by default.
+TWO_OUTPUTS = ("googlenet", "inception_v3")
 # Of oneDNN with AVX-512; with AVX2 a block has 8.
 _CHANNELS_OF_A_BLOCK = 16
 
@@ -56,12 +58,18 @@ def check_model(section: ModelSection) -> list[Problem]:
     if name in BUILTIN_MODELS:
         args = {key: v for key, v in section.args.items() if key not in reserved}
         problems += _check_arguments(BUILTIN_MODELS[str(name)], args)
+    elif section.args.get("aux_logits") and name in TWO_OUTPUTS:
+        rule = "must be false: the loss takes one output, and this adds a second"
+        problems.append(Problem("model.args.aux_logits", rule, "true"))
     return problems
 
 
 def _keyword_parameters(function: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], bool]:
     """Return a function's keyword parameters, and whether it takes any others (**kwargs)."""
-    parameters = inspect.signature(function).parameters.values()
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # a function in C
+        return {}, True
     named = {p.name: p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     return named, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
@@ -177,6 +185,8 @@ def _build_torchvision(
 ) -> nn.Module:
     from torchvision import models
 
+    if name in TWO_OUTPUTS:
+        args = {"aux_logits": False, "init_weights": True, **args}
     model: nn.Module = models.get_model(name, weights=None, num_classes=num_classes, **args)
     return model
 

@@ -64,7 +64,9 @@ class EpochSteps:
 
     def before(self, epoch: int) -> int:
         """Return the number of updates in all epochs before `epoch`."""
-        return sum(map(self, range(1, epoch)))
+        starts = [1, *(start for start, _ in self.later if start < epoch), epoch]
+        spans = zip(starts, starts[1:], strict=False)
+        return sum((end - start) * self(start) for start, end in spans)
 
 
 @dataclass(frozen=True)

@@ -216,11 +216,7 @@ class CandidateTrainer(LearnerHandler):
         """Train a whole candidate from the learner's state."""
         steps, total = self._steps(plan, candidate), plan.pretrain_steps
         trained = self.learner.train(
-            plan.epoch,
-            steps,
-            self._micro_batches,
-            lambda done: on_step(done, total),
-            search=True,
+            plan.epoch, steps, self._micro_batches, lambda done: on_step(done, total), search=True
         )
         self.learner.finish_phase(fresh=plan.fresh_statistics)
         return trained

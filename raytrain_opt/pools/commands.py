@@ -97,7 +97,7 @@ class ProbeBatchSize(Command):
 
     section: BatchSizeSection
     batch_size: int
-    check: bool  # of a choice, for longer
+    check: bool  # of a choice: longer, and with an evaluation
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,7 @@ from uuid import uuid4
 import ray
 import ray.train
 from ray import tune
-from ray.train import (
-    FailureConfig,
-    PreemptionError,
-    RunConfig,
-    ScalingConfig,
-    WorkerGroupError,
-)
+from ray.train import FailureConfig, PreemptionError, RunConfig, ScalingConfig, WorkerGroupError
 from ray.tune.progress_reporter import TrialProgressCallback
 
 from raytrain_opt.cluster.connection import count_placeable

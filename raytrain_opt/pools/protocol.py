@@ -123,10 +123,7 @@ class Segments:
         self._steps = 1  # of the next one
 
     def command(
-        self,
-        command: MainTrain | Pretrain,
-        is_due: IsDue,
-        expected: Sequence[int] | None = None,
+        self, command: MainTrain | Pretrain, is_due: IsDue, expected: Sequence[int] | None = None
     ) -> dict[int, Any]:
         """Execute a command until its end, or at least one step, until `is_due`."""
         done = 0

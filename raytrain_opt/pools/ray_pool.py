@@ -224,7 +224,7 @@ class ProbingSlot:
     _process: Resident | None = None
 
     def measure(self, batch_size: int, *, check: bool) -> Probe:
-        """Measure a batch size; `check`: for longer.
+        """Measure a batch size; `check`: for longer, and with an evaluation.
 
         Raises what the training raised, PoolError without an answer.
         """

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from itertools import count, product
+from dataclasses import dataclass, replace
+from itertools import count, islice, product
 from statistics import fmean
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.batch_size import BatchSizeSection
-from raytrain_opt.data.base import Batch
+from raytrain_opt.data.base import Batch, no_op
 from raytrain_opt.errors import ResourcesError
 from raytrain_opt.models.factory import preserve_model
 from raytrain_opt.monitoring import (
@@ -38,6 +38,7 @@ from raytrain_opt.train.step_timer import STEP_PARTS, step_timer_for
 _MIB = 1024**2
 # Steps before timing starts, and the least number of timed steps.
 _WARMUP_STEPS, _TIMED_STEPS = 3, 5
+_EVALUATION_STEPS = 3  # enough to allocate the memory that evaluation needs
 # With slow steps, this much training is enough, but two steps: a standard error needs two values.
 _WARMUP_S, _TIMED_S, _MIN_STEPS = 0.5, 1.0, 2
 # A strategy that reads the utilization needs a few samples of it.
@@ -61,6 +62,8 @@ class ProbedTraining:
     device: torch.device
     autocast: Callable[[], AbstractContextManager[object]]
     scaler: torch.amp.GradScaler
+    # Runs a few evaluation steps at a training batch size.
+    evaluate: Callable[[int], None] = lambda _: None
     clip_norm: float | None = None
 
 
@@ -71,6 +74,15 @@ def probed_training(learner: Learner) -> ProbedTraining:
         for epoch in count(1):
             yield from learner.data.train_batches(epoch, product(range(steps), range(1)), 1, size)
 
+    def evaluate(size: int) -> None:
+        learner.data.on_copy, workers = no_op, learner.config.worker_count
+        batch_size = replace(learner.config, global_batch_size=size * workers).eval_batch_size
+        batches = learner.data.eval_batches("test", 0, 1, batch_size)
+        with torch.no_grad():
+            for batch in islice(batches, _EVALUATION_STEPS):
+                with learner.autocast():
+                    learner.task.validation_metrics(learner.model, batch.content)
+
     return ProbedTraining(
         learner.model,
         learner.optimizer,
@@ -79,6 +91,7 @@ def probed_training(learner: Learner) -> ProbedTraining:
         learner.device,
         learner.autocast,
         learner.scaler,
+        evaluate,
         learner.clip_norm,
     )
 
@@ -154,6 +167,9 @@ def _measure(
         while not _is_precise(loop.step_times_s(), len(utilization), section, steps_factor):
             loop.run(_TIMED_STEPS, _TIMED_S, min_steps=_MIN_STEPS)
     step_s, part_s = loop.step_times_s(), loop.timings_s().mean(axis=0)
+    if steps_factor > 1:  # the check of a choice, of which the memory of evaluations is a part
+        training.model.eval()
+        training.evaluate(batch_size)
     mean_s, error_s = mean_and_error(step_s)
     rate = batch_size / mean_s
     why = _missing_memory(training.device, section.memory_reserve)

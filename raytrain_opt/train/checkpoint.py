@@ -18,6 +18,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -25,7 +26,7 @@ from annotated_types import MinLen
 from pydantic import TypeAdapter, ValidationError
 
 from raytrain_opt.config.schema import CheckpointSection
-from raytrain_opt.errors import CheckpointError, StorageError
+from raytrain_opt.errors import CheckpointError, JobError, Problem, StorageError
 from raytrain_opt.recording.reader import first_error
 from raytrain_opt.storage import open_plain, read_file, remove_tree, sync, write_atomic, write_json
 
@@ -218,7 +219,10 @@ def write_checkpoint(
     metadata: Mapping[str, str] | None = None,
     candidates: Mapping[int, TrainingState] | None = None,
 ) -> dict[str, str]:
-    """Write the files of a checkpoint; return the SHA-256 of each. Raises StorageError."""
+    """Write the files of a checkpoint; return the SHA-256 of each.
+
+    Raises StorageError, and JobError if an optimizer of one's own could not be read back.
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -229,6 +233,7 @@ def write_checkpoint(
         sync(folder.parent)  # before the index names it
     except OSError as error:
         raise StorageError(f"{folder} cannot be written: {error}") from error
+    require_readable(state)
     weights = {name: tensor.contiguous() for name, tensor in model_tensors(state).items()}
     # One entry at most: safetensors writes several in random order, so that digests would differ.
     texts = dict(metadata or {})
@@ -262,6 +267,23 @@ def _to_state(weights: Mapping[str, Tensor], rest: Mapping[str, Any]) -> Trainin
 
     optimizer, index = rest["optimizer"], rest["optimizer_index"]
     return to_cpu_state(weights, optimizer, rest["scaler"], copy=False, optimizer_index=index)
+
+
+def require_readable(state: TrainingState) -> None:
+    """Raise JobError if an optimizer of one's own could not be read back from a checkpoint."""
+    import torch
+
+    plain, hint = BytesIO(), "keep tensors, numbers, texts, lists and dicts there"
+    rule = "its groups or state hold {}, which a resume could not read"
+    try:
+        torch.save((state.param_groups, state.optimizer_state), plain)
+    except Exception as error:  # whatever an object raises that cannot be pickled
+        rule = rule.format(f"what cannot be saved ({error})")
+        raise JobError([Problem("optimizer.name", rule, hint=hint)]) from error
+    plain.seek(0)
+    if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(plain):
+        rule = rule.format(", ".join(unsafe))
+        raise JobError([Problem("optimizer.name", rule, hint=hint)])
 
 
 def _write(path: Path, write: Callable[[Path], None]) -> str:

@@ -144,10 +144,7 @@ class DataParallel(Parallel):
     def accumulate(self, number: int) -> Iterator[None]:
         self._last = number == self.indices[-1]
         self._accumulated.clear()
-        with (
-            self.forward_pass(number),
-            nullcontext() if self._last else self.forward.no_sync(),
-        ):
+        with self.forward_pass(number), nullcontext() if self._last else self.forward.no_sync():
             yield
         if not self._last:
             self._take_gradients(number)

@@ -182,8 +182,14 @@ class Learner:
     def take_totals(self) -> TrainTotals:
         """Return the totals of the phase since they were last taken.
 
-        With averaging, the model has the averaged weights until the phase advances.
+        With averaging, the model has the averaged weights until the phase advances. Raises
+        JobError if ranks differ.
         """
+        totals = self._take_totals()
+        self._compare_ranks()
+        return totals
+
+    def _take_totals(self) -> TrainTotals:
         averaging.use_weights(self.optimizer, training=False)
         totals = self._phase.take_totals()
         self._steps = self._steps.after(totals.steps)
@@ -191,7 +197,7 @@ class Learner:
 
     def end(self) -> TrainTotals:
         """End the phase; return as `take_totals`. `finish_phase` takes the statistics then."""
-        totals = self.take_totals()
+        totals = self._take_totals()
         self.parallel.end_phase()
         self._batches = iter(())
         return totals
@@ -310,6 +316,9 @@ class Learner:
             count = count or _STATISTICS_BATCHES
         if count and batch_norm.has_statistics(self.model):
             self._recalibrate(count)
+        self._compare_ranks()
+
+    def _compare_ranks(self) -> None:
         failed = self._phase.failure is not None
         if self.parallel.distributed:
             compare_ranks(self.model, self.optimizer, self._phase.epoch, failed=failed)

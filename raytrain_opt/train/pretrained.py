@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,6 @@ from raytrain_opt.config.schema import ModelSection
 from raytrain_opt.data.base import DataInfo
 from raytrain_opt.errors import CheckpointError, JobError, Problem, listed
 from raytrain_opt.models import build_model
-from raytrain_opt.random_state import seeded
 from raytrain_opt.storage import is_remote, local_path
 from raytrain_opt.train.checkpoint import WEIGHTS, read_weights
 from raytrain_opt.train.state import PackedTensor, TrainingState
@@ -27,6 +27,10 @@ _PATH = "model.weights"
 _KEYS = ("state_dict", "model_state_dict", "model", "module", "network", "net", "weights")
 # What timm and transformers write into a folder.
 _FOLDER_FILES = ("model.safetensors", "pytorch_model.bin")
+# Names in the files of torchvision's DenseNets: `denselayer1.norm.1`, now `denselayer1.norm1`.
+_OLD_NAME = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)")
+# Heads of GoogLeNet and Inception that torchvision has for training only.
+_AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
 
 
 def read_pretrained(section: ModelSection) -> dict[str, Tensor]:
@@ -60,14 +64,19 @@ def fit_pretrained(
     """Return the pretrained tensors that the network takes; its head may be missing.
 
     The head is the one layer whose tensors differ in their first axis only, which is
-    `num_classes` in the network. BatchNorm's counts may be missing. A prefix that all names have
+    `num_classes` in the network. BatchNorm's counts may be missing; torchvision's old names and
+    auxiliary heads fit as well. A prefix that all names have
     is removed where none fits with it (`foreign_prefix`). Tensors that are one in the network need
     one name. Raises JobError naming the tensors that do not fit.
     """
     prefix = foreign_prefix(own, pretrained)
     pretrained = {name.removeprefix(prefix): tensor for name, tensor in pretrained.items()}
     counts = {n: t for n, t in own.items() if n.endswith("num_batches_tracked")}
-    pretrained = counts | pretrained
+    pretrained = counts | {
+        name if name in own else _OLD_NAME.sub(r"\1\2", name): tensor
+        for name, tensor in pretrained.items()
+        if name in own or not name.startswith(_AUXILIARY)
+    }
     places = {name: (tensor.data_ptr(), tensor.shape) for name, tensor in own.items()}
     shared = {places[name]: tensor for name, tensor in pretrained.items() if name in own}
     pretrained |= {
@@ -182,14 +191,10 @@ def _torchvision_weights(section: ModelSection) -> Any:
 
 
 def _download(section: ModelSection) -> dict[str, Tensor]:
-    """Return torchvision's tensors by the names in its network; old files have others."""
-    from torchvision import models
-
     weights = _torchvision_weights(section)
     try:
-        with seeded(0):
-            network = models.get_model(str(section.name), weights=weights, progress=False)
+        tensors: dict[str, Tensor] = weights.get_state_dict(progress=False, check_hash=True)
     except (OSError, RuntimeError) as error:
         rule = f"could not be downloaded: {error}"
         raise JobError([Problem(_PATH, rule, repr(section.weights))]) from error
-    return dict(network.state_dict())
+    return tensors

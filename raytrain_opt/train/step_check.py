@@ -7,7 +7,6 @@ twice from one state, and an evaluation is repeated by a network that only has a
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from io import BytesIO
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from raytrain_opt.errors import JobError, Problem, first_of
 from raytrain_opt.models.factory import check_output, preserve_model
 from raytrain_opt.optim.update import set_lr
 from raytrain_opt.random_state import find_generators, seed_all
+from raytrain_opt.train.checkpoint import require_readable
 from raytrain_opt.train.state import capture, restore
 from raytrain_opt.train.task import Classification, Task, evaluate_once, explained, require_scalar
 
@@ -28,6 +28,7 @@ _LR = 0.1  # of updates on trial
 # A gradient step this much smaller would change a parameter, too. Other gradients are rounding
 # errors, such as the ones of biases before a BatchNorm layer.
 _VISIBLE = 1e3
+_UPDATES = 16
 
 
 def check_steps(
@@ -129,7 +130,7 @@ def _try_update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     set_lr(optimizer, _LR)
     before = _copies(dict(model.named_parameters()))
     try:
-        for _ in range(2):  # a warm-up of its own may begin at 0
+        for _ in range(_UPDATES):  # a warm-up may begin at 0, and not every call may update
             optimizer.step()
     except (TypeError, AttributeError, AssertionError) as error:
         rule = f"its step() raised {cause(error)}"
@@ -149,15 +150,14 @@ def _try_update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         rule = f"does not change parameters that have a gradient: {first_of(untrained)}"
         hint = "train them in `step`, or freeze them: model.freeze"
         raise JobError([Problem("optimizer.name", rule, None, hint)])
-    scaler, file = torch.amp.GradScaler("cpu", enabled=False), BytesIO()
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
     try:
         state = capture(model, optimizer, scaler, copy=True)
-        torch.save((state.param_groups, state.optimizer_state), file)
-        file.seek(0)
-        if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(file):
-            raise TypeError(f"a resume could not read {', '.join(unsafe)}")
+        require_readable(state)
         restore(state, model, optimizer, scaler)
-    except Exception as error:  # whatever an object raises that cannot be pickled
+    except JobError:
+        raise
+    except Exception as error:  # whatever an own state_dict raises
         rule = f"its state after a step cannot be saved and loaded: {cause(error)}"
         hint = "keep tensors, numbers, texts, lists and dicts in its groups and state"
         raise JobError([Problem("optimizer.name", rule, None, hint)]) from error

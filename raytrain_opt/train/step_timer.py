@@ -43,6 +43,7 @@ class _CudaTimer(StepTimer):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._events: list[torch.cuda.Event] = []
+        self._intervals_s: list[float] = []
 
     def mark(self) -> None:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -52,7 +53,10 @@ class _CudaTimer(StepTimer):
     def reset(self) -> None:
         torch.cuda.synchronize(self._device)
         self._events.clear()
+        self._intervals_s.clear()
 
     def intervals_s(self) -> list[float]:
         torch.cuda.synchronize(self._device)
-        return [a.elapsed_time(b) / 1000 for a, b in pairwise(self._events)]
+        self._intervals_s += [a.elapsed_time(b) / 1000 for a, b in pairwise(self._events)]
+        del self._events[:-1]  # each is read once
+        return list(self._intervals_s)

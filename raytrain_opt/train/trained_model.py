@@ -26,6 +26,7 @@ from raytrain_opt.paths import RunPaths, readable
 from raytrain_opt.storage import is_remote, local_path
 from raytrain_opt.train.checkpoint import (
     WEIGHTS,
+    Checkpoint,
     Checkpoints,
     find_damage,
     read_index,
@@ -88,15 +89,25 @@ def find_weights(run: str | Path, argument: str) -> SavedWeights:
 
 
 def _find_single(path: Path, argument: str) -> SavedWeights | None:
-    """Return the checkpoint whose folder, or whose weights in it, the path is, if it is one."""
+    """Return the checkpoint whose folder, or whose weights in it, the path is.
+
+    Raises JobError or CheckpointError if the index beside the folder does not have these weights.
+    """
     path = path.resolve()
     folder = path.parent if path.name == WEIGHTS else path
-    index = read_index(folder.parent) if folder.parent.name == "checkpoints" else []
-    saved = {checkpoint.folder: checkpoint for checkpoint in index}
+    is_moved, saved = folder.parent.name != "checkpoints", dict[str, Checkpoint]()
+    try:
+        saved = {checkpoint.folder: checkpoint for checkpoint in read_index(folder.parent)}
+    except CheckpointError:
+        if not is_moved:  # else the index is of something else
+            raise
     if folder.name in saved:
         if damage := find_damage(folder.parent, saved[folder.name], [WEIGHTS]):
             rule = f"restore it from a backup, or use another one of {', '.join(saved)}"
             raise CheckpointError(f"{argument}: {damage}; {rule}")
+    elif saved and not is_moved:
+        rule = f"is not among the complete checkpoints: {', '.join(saved)}"
+        raise JobError([Problem(argument, rule, repr(str(path)))], "arguments")
     elif not (folder / WEIGHTS).is_file():
         return None
     return SavedWeights(folder, folder.name, folder.parents[1] / "job.yaml")

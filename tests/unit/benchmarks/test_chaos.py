@@ -53,8 +53,8 @@ from benchmarks.chaos_command import set_faults
 from raytrain_opt.clock import utc_now
 from raytrain_opt.execution.workspace import lock_run_directory
 set_faults(["no_locks", "-864000"])
-with lock_run_directory(Path(sys.argv[1])) as is_held:
-    print(is_held, utc_now())
+with lock_run_directory(Path(sys.argv[1])) as sign:
+    print(sign(), utc_now())
 """
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,14 +31,19 @@ def setting(tmp_path: Path) -> Setting:
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Samples of each phase that a learner trained."""
     samples: list[int] = []
-    original = Learner.take_totals
 
-    def counted(self: Learner) -> TrainTotals:
-        totals = original(self)
-        samples.append(totals.samples)
-        return totals
+    def count(method: str) -> None:
+        original: Callable[[Learner], TrainTotals] = getattr(Learner, method)
 
-    monkeypatch.setattr(Learner, "take_totals", counted)
+        def counted(self: Learner) -> TrainTotals:
+            totals = original(self)
+            samples.append(totals.samples)
+            return totals
+
+        monkeypatch.setattr(Learner, method, counted)
+
+    count("take_totals")
+    count("end")
     return samples
 
 

@@ -72,8 +72,8 @@ def test_a_look_at_the_lock_does_not_keep_a_run_from_starting(tmp_path: Path) ->
         fcntl.flock(file, fcntl.LOCK_SH)  # as `is_locked` does, for a moment
         release = threading.Timer(0.05, fcntl.flock, (file, fcntl.LOCK_UN))
         release.start()
-        with lock_run_directory(tmp_path) as is_held:
-            assert is_held
+        with lock_run_directory(tmp_path) as sign:
+            assert sign()
         release.join()
 
 

@@ -100,7 +100,7 @@ def test_image_files_get_the_classes_of_their_folders(photo_run: str, photos: Pa
     predictions = json.loads(result.output)["predictions"]
     assert len(predictions) == 12
     [evaluated] = evaluate_runs([photo_run], ensemble=False).runs
-    wrong = [p for p in predictions if Path(p["image"]).parent.name != p["classes"][0][0]]
+    wrong = [p for p in predictions if Path(p["image"]).parent.name != p["classes"][0]["name"]]
     assert len(wrong) / 12 == pytest.approx(evaluated.metrics["top1_error"])
 
 
@@ -243,7 +243,7 @@ def test_without_images_the_test_set_is_predicted(texts: str, photo_run: str) ->
         output = invoke("predict", run_dir, "--trust", "--json").stdout
         predictions = json.loads(output)["predictions"]
         assert predictions[0]["image"].endswith(sample)
-        wrong = [p for p in predictions if p["values"]["label"] != p["classes"][0][0]]
+        wrong = [p for p in predictions if p["values"]["label"] != p["classes"][0]["name"]]
         [evaluated] = evaluate_runs([run_dir], ensemble=False, trust=True).runs
         assert len(predictions) == evaluated.samples
         assert len(wrong) / len(predictions) == pytest.approx(evaluated.metrics["top1_error"])

@@ -49,7 +49,7 @@ BROKEN = [
     (
         "learning_rate: stpt",
         "learning_rate",
-        "must be a section (keys and values)",
+        "must be a section with the key policy or strategy",
     ),
     # ranges
     ("epochs: 0", "epochs", "must be greater than 0 (given: 0)"),
@@ -80,7 +80,11 @@ BROKEN = [
         "must be 'auto', 'fp32', 'fp32_strict', 'bf16' or 'fp16' (given: 'fp8')",
     ),
     ("learning_rate: {policy: stp}", "learning_rate.policy", "did you mean 'stpt'?"),
-    ("learning_rate: {initial: 0}", "learning_rate.initial", "must be greater than 0"),
+    (
+        "learning_rate: {policy: schedule, initial: 0}",
+        "learning_rate.initial",
+        "must be greater than 0",
+    ),
     ("data: cifar11", "data.name", "did you mean 'cifar10'?"),
     # unions: one problem, whichever alternative was meant
     (
@@ -91,7 +95,7 @@ BROKEN = [
     (STPT + "alpha: -3}", "learning_rate.alpha", "must be greater than 0 (given: -3)"),
     (STPT + "candidates: narow}", "learning_rate.candidates", "list (given: 'narow'); did you"),
     ("workers: {resources: {GPU: 1.5}}", "workers.resources", "GPU must be an integer above 1"),
-    (STPT + "candidates: []}", "learning_rate.candidates", "at least 1 item"),
+    (STPT + "candidates: []}", "learning_rate.candidates", "give at least one multiplier"),
     (CIFAR + "normalize: atuo}", "data.normalize", "did you mean 'auto'?"),
     (
         CIFAR + "normalize: [[1], [a]]}",

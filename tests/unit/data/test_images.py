@@ -201,18 +201,20 @@ def test_the_reason_says_what_is_wrong_with_the_file(content: bytes, reason: str
 @pytest.mark.parametrize(
     ("kind", "options", "limit"),
     [
-        *[(kind, {}, "1,000") for kind in ("PNG", "TIFF", "BMP", "WEBP")],
+        *[(kind, {}, "1,000") for kind in ("PNG", "TIFF", "BMP")],
+        ("WEBP", {}, "500"),
         ("JPEG", {}, "2,000"),
+        ("JPEG", {"progressive": True}, "1,000"),
     ],
 )
 def test_an_image_that_would_fill_the_memory_is_not_decoded(
     kind: str, options: Any, limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """JPEGs, which are decoded line by line, may be larger."""
+    """JPEG files that are decoded line by line may be larger."""
     content = encoded(smooth_image(80, 60), kind, **options)
     assert images.random_crop(content, 48).shape == (48, 48, 3)
     monkeypatch.setattr(images, "_MAX_PIXELS", 1000)
-    monkeypatch.setattr(images, "_MAX_JPEG_PIXELS", 2000)
+    monkeypatch.setattr(images, "_MAX_BASELINE_PIXELS", 2000)
     with pytest.raises(images.ImageError, match=f"4,800 pixels, more than {limit}"):
         images.random_crop(content, 48)
 

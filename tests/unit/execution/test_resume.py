@@ -216,7 +216,7 @@ def test_the_length_stays_while_the_search_that_belongs_to_it_is_not_complete(
     storage: str,
 ) -> None:
     run_dir = make_run(storage, "r-20260101-000000-aaaaaaaaaaaaaaaa", job(storage), *SAVED)
-    with pytest.raises(JobError, match="epochs: cannot change before epoch 1 is complete"):
+    with pytest.raises(JobError, match="epochs: cannot change before epoch 1 of .* is complete"):
         find_run(job(storage, epochs=9), run_dir)
 
 

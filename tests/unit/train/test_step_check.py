@@ -226,9 +226,9 @@ def keep(value: Any) -> Callable[[Own, Any], object]:
     [
         (lambda _, closure: closure(), "its step.. raised TypeError: 'NoneType' object"),
         (lambda o, _: o.no_such_method(), "its step.. raised AttributeError"),
-        (keep(lambda: iter([])), "a resume could not read builtins.iter"),
-        (keep(lambda: lambda: None), "cannot be saved and loaded: AttributeError"),
-        (keep(Annealed), "a resume could not read .*Annealed"),
+        (keep(lambda: iter([])), "hold builtins.iter, which a resume could not read"),
+        (keep(lambda: lambda: None), "hold what cannot be saved .*a resume could not read"),
+        (keep(Annealed), "hold .*Annealed, which a resume could not read"),
         (keep(lambda: torch.zeros(3).to_sparse()), "cannot be saved and loaded"),
         (keep(lambda: [torch.zeros(2), 1.0]), ""),
         (keep(3), ""),
