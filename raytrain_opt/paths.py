@@ -59,8 +59,7 @@ class RunPaths:
     def __init__(
         self, local: Path, remote: str | None = None, folder: TemporaryFolder | None = None
     ) -> None:
-        self.local = local
-        self.remote = remote
+        self.local, self.remote = local, remote
         self.job, self.result = local / "job.yaml", local / "result.json"
         self.ending = local / ENDING
         self.tensorboard, self.checkpoints = local / "tensorboard", local / "checkpoints"
@@ -72,11 +71,9 @@ class RunPaths:
     @classmethod
     def create(cls, storage_path: str, name: str) -> RunPaths:
         """Create a run directory with a unique name. Raises JobError when that fails."""
-        problems = check_uri(storage_path)
-        if problems:
+        if problems := check_uri(storage_path):
             raise JobError(problems)
-        stamp = datetime.now(UTC).strftime(_DATE)
-        run_id = f"{name}-{stamp}-{secrets.token_hex(8)}"
+        run_id = f"{name}-{datetime.now(UTC).strftime(_DATE)}-{secrets.token_hex(8)}"
         if is_remote(storage_path):
             folder = TemporaryFolder()
             (folder.path / "checkpoints").mkdir()
@@ -177,8 +174,7 @@ def refuse_links(folders: Iterable[Path], argument: str) -> None:
 
 def check_run(run_dir: str, argument: str = "--resume") -> None:
     """Raise JobError unless the directory holds a run with checkpoints; copies nothing."""
-    problems = check_uri(run_dir, argument)
-    if problems:
+    if problems := check_uri(run_dir, argument):
         raise JobError(problems, "arguments")
     with readable(run_dir, argument):
         if is_remote(run_dir):

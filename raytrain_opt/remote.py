@@ -39,8 +39,7 @@ _CHECKPOINT_FILE = re.compile(r"checkpoints/(epoch-[-\w]+)/(weights\.safetensors
 _RECORD_FILE = re.compile(r"\w+\.(?:json|jsonl|yaml)")
 # After all other files, so that they never name or follow something missing.
 _LAST = (INDEX, "result.json")
-# Larger files, which checkpoints have, are uploaded in parts of this size; a part is repeated
-# alone.
+# Larger files, as checkpoints have, are uploaded in parts of this size, each repeated alone.
 _UPLOAD_PART = 8 * 2**20
 
 _ObjectVersion = Any  # `obstore.UpdateVersion`, which exists for type checkers only

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-# What is evaluated.
-# `final`: looked at once, after the training.
+# What is evaluated; `final`: looked at once, after the training.
 Split = Literal["validation", "test", "final"]
 
 

@@ -50,10 +50,7 @@ MAX_BYTES = 2**30
 
 
 def check_uri(storage_path: str, field: str = "storage_path") -> list[Problem]:
-    """Return a problem of `field` when it is a wrong URI, or one that may hold secrets.
-
-    Every record would show them.
-    """
+    """Return a problem of `field` when it is a wrong URI, or one that may hold secrets."""
     if "://" not in storage_path:
         return []
     try:

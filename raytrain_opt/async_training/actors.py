@@ -83,8 +83,7 @@ class SspCoordinator:
 
     async def done(self, phase: str, worker: int, result: MicroBatchDone) -> None:
         """Record a micro-batch whose gradient all shards have applied."""
-        scheduler = self._of(phase)
-        if scheduler is not None:
+        if (scheduler := self._of(phase)) is not None:
             scheduler.done(worker, result)
             self._changed.notify()
 
@@ -180,10 +179,7 @@ class ServerHandles:
 def parameter_server(
     config: LearnerConfig, info: DataInfo, max_restarts: int, shards: int | None = None
 ) -> Iterator[ServerHandles | None]:
-    """Start coordinator and shards; yield None for synchronous training.
-
-    `shards`: their number, by default one for each node.
-    """
+    """Start coordinator and `shards` (default: one a node); yield None in a job with `sync`."""
     if config.parallel.common_steps:
         yield None
         return

@@ -72,9 +72,8 @@ class AsynchronousTraining:
         """Evaluate on the split; when a worker dies, the others start again."""
         while True:
             workers = self._wait_for_workers()
-            replies: dict[int, EvalTotals] = self._workers.command(
-                Evaluate(state, split, workers), workers
-            )
+            command = Evaluate(state, split, workers)
+            replies: dict[int, EvalTotals] = self._workers.command(command, workers)
             if len(replies) == len(workers):
                 return add_parts([replies[worker] for worker in workers])
 
@@ -107,10 +106,7 @@ class AsynchronousTraining:
             self._workers.on_wait = show
 
     def _train_phase(self, phase: EpochPhase, command: MainTrain) -> _Trained | None:
-        """Repeat the command, for workers that come back, until there is no work.
-
-        Returns None if a shard died.
-        """
+        """Repeat the command, for workers that come back, until it is done; None: a shard died."""
         while True:
             workers = self._wait_for_workers()
             replies: dict[int, AsyncWorkerMetrics] = self._workers.command(command, workers)

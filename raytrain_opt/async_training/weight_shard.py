@@ -4,28 +4,18 @@ A tensor is never cut, so that an optimizer that looks at a layer's tensor (LARS
 elsewhere. The tensors of a shard lie one after the other in a flat buffer, in the order of
 their elements in memory: one message, or one copy, moves them all.
 
-The settings of an update by one micro-batch, from those of a step of P micro-batches.
+The settings of an update by one micro-batch, from those of a step of P (why: docs/async.md):
 
-    P        micro-batches of one step          lr, d    rate and decoupled weight decay of a step
-    m        momentum of the optimizer          t        mean staleness, in updates
-    w, D     weights, and their change by the last update
+    lr, d    rate and decoupled weight decay of a step        t    mean staleness, in updates
+    w, D     weights, and their change by the last update     m    momentum
 
-P updates must move and decay the weights as far as one step did.
-
-rate      lr / P. Where the size of an update does not depend on the gradient's size (Adam and its
-          kin, RMSprop, Adagrad, Adadelta, Adafactor, Muon, LARS), updates by small batches are
-          less alike, and P of them move the weights sqrt(P) times as far: lr / sqrt(P) and
-          d / sqrt(P), the square-root rule of Krizhevsky and of Malladi et al. 2022 (arXiv
-          2205.10287). With t > P, which a slow network causes, also times sqrt(P / t). Zhang et
-          al. 2016 (arXiv 1511.05950) divide by t, which cost more where staleness did no harm
-          than it gained where it did.
-momentum  stays, per update, so that its mean covers a P-th of the samples: staleness acts as more
-          momentum (Mitliagkas et al., Asynchrony Begets Momentum, 2016).
-weights   Momentum moves the weights on while a gradient is computed. In a direction of curvature
-          h, momentum with a delay of one step diverges from h lr = 1 - m on, synchronous training
-          from h lr = 2 (1 + m). So workers get the weights that momentum alone will have reached
-          when the gradient arrives, w + (m + m^2 + ... + m^t) D (as DANA: Hakimi et al. 2019,
-          arXiv 1907.11612, with D in place of the optimizer's buffer).
+    rate      lr / P; where the size of an update does not depend on the gradient's, lr / sqrt(P)
+              and d / sqrt(P) (Krizhevsky; Malladi et al. 2022, arXiv 2205.10287), and with t > P
+              also times sqrt(P / t). Zhang et al. 2016 (arXiv 1511.05950) divide by t, which cost
+              more where staleness did no harm than it gained where it did.
+    momentum  stays (Mitliagkas et al., Asynchrony Begets Momentum, 2016)
+    weights   workers get w + (m + m^2 + ... + m^t) D (as DANA: Hakimi et al. 2019, arXiv
+              1907.11612, with D in place of the optimizer's buffer)
 """
 
 from __future__ import annotations
@@ -118,10 +108,7 @@ def split_parameters(model: nn.Module, shards: int) -> list[list[nn.Parameter]]:
 
 
 def flatten(parameters: Sequence[nn.Parameter]) -> tuple[Tensor, Tensor]:
-    """Make the parameters, with the values they have, and their gradients views of two buffers.
-
-    Each view is laid out in memory as the parameter was.
-    """
+    """Make parameters and gradients views of two buffers; values and strides stay as they are."""
     first = parameters[0] if parameters else torch.empty(0)
     sizes = [parameter.numel() for parameter in parameters]
     weights = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
@@ -220,11 +207,7 @@ class WeightShard:
             for name, tensor in state.tensors.items()
             if name.startswith("optimizer.") and int(name.split(".")[1]) in self._own_indices
         }
-        others = {
-            index: values
-            for index, values in state.optimizer_state.items()
-            if index in self._own_indices
-        }
+        others = {i: value for i, value in state.optimizer_state.items() if i in self._own_indices}
         return replace(state, tensors=own, optimizer_state=others)
 
     def apply(self, number: int, version: int, gradient: Tensor) -> int:

@@ -65,10 +65,7 @@ class PhaseLostError(Exception):
 
 
 class RemoteServer:
-    """The parameter server through Ray; implements `worker_loop.ParameterServer`.
-
-    `pull` and `push` raise PhaseLostError.
-    """
+    """The `ParameterServer` through Ray; `pull` and `push` raise PhaseLostError."""
 
     def __init__(self, handles: ServerHandles, phase: str, worker: int, dtype: Any) -> None:
         self._coordinator, self._shards = handles.coordinator, handles.shards

@@ -132,11 +132,8 @@ def _connect(
     try:
         if local:
             folder = TemporaryFolder(_LONGEST_RAY_FOLDER)
-            options = {
-                "address": "local",
-                "include_dashboard": False,
-                "job_config": with_python_path(sys.path),
-            }
+            options = {"address": "local", "include_dashboard": False}
+            options["job_config"] = with_python_path(sys.path)
             options["_temp_dir"] = str(folder.path / "r")  # Ray lets everybody write into it
             os.environ.update(stack.enter_context(fork_server()))
         stack.callback(_shut_down)
@@ -147,7 +144,9 @@ def _connect(
                 configure_logging=True,
                 **options,
             )
-        _protect_token()
+        # Nobody else may read the token that Ray has made, with a mode by the umask.
+        with suppress(OSError):  # there is none, as usual, or it is not ours
+            (Path.home() / ".ray" / "auth_token").chmod(0o600)
     except Exception as error:  # Ray raises a bare Exception when its own start takes too long
         if local:
             logs = f"; otherwise see {folder.path}/r/session_latest/logs" if folder else ""
@@ -171,8 +170,7 @@ def raise_if_ray_ended() -> None:
 
     Its own driver would wait, and end later without a message.
     """
-    ended = ended_processes()
-    if ended:
+    if ended := ended_processes():
         names = " and ".join(ended)
         raise PoolError(f"Ray's process {names} has ended (killed, or out of memory?)")
 
@@ -194,12 +192,6 @@ def answer(ref: Any, name: str = _MAILBOX, limit_s: float = _ANSWER_S) -> Any:
             raise_if_ray_ended()
             text = f"{name} has died (killed, or its node went down?): {error}"
             raise PoolError(text) from error
-
-
-def _protect_token() -> None:
-    """Let nobody else read the token that Ray has made, with a mode by the umask."""
-    with suppress(OSError):  # there is none, as usual, or it is not ours
-        (Path.home() / ".ray" / "auth_token").chmod(0o600)
 
 
 def alive_nodes() -> list[dict[str, Any]]:

@@ -59,8 +59,7 @@ def root_cause(error: BaseException) -> tuple[int | None, BaseException]:
     """Return the exception that Ray wrapped, and the rank of the worker that raised it, if any."""
     rank = None
     while True:
-        failures = getattr(error, "worker_failures", None)  # of Ray Train, by rank
-        if failures:
+        if failures := getattr(error, "worker_failures", None):  # of Ray Train, by rank
             rank = min(failures)
             error = failures[rank]
         names = ("cause", "client_exc", "_base_exc", "controller_failure")
@@ -172,8 +171,7 @@ def _do_nothing(*_: Any, **__: Any) -> None:
 
 def actor_id(actor: Any) -> str:
     """Return the identity of the actor behind a handle."""
-    identity: str = actor._actor_id.hex()
-    return identity
+    return str(actor._actor_id.hex())
 
 
 # The documented `ray.util.state.list_actors` needs the API server, which a local Ray here

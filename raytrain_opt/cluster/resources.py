@@ -102,14 +102,8 @@ def _plan_workers(
             "a GPU for each. Ask for more than 0.5 GPU, for fewer workers, or use "
             "parallel.mode: async."
         )
-    plan = PoolPlan(
-        use_gpu,
-        count,
-        len(placed),
-        worker,
-        workers_per_node=max(Counter(node for node, _ in placed).values()),
-    )
-    return plan, free
+    most = max(Counter(node for node, _ in placed).values())
+    return PoolPlan(use_gpu, count, len(placed), worker, workers_per_node=most), free
 
 
 def _worker_count(job: Job, nodes: Sequence[Mapping[str, float]], *, use_gpu: bool) -> int:
@@ -270,10 +264,8 @@ def expected_resources(job: Job, candidates: int) -> list[Resources]:
 
 
 def _request_nodes(resources: list[Resources]) -> bool:
-    """Make the autoscaler start nodes; return whether there was room for all, which is free then.
-
-    It learns of a placement group, which ends with this process.
-    """
+    """Make the autoscaler start nodes; return whether there was room, which is free then."""
+    # It learns of a placement group, which ends with this process.
     group = ray.util.placement_group(resources)
     try:
         return bool(group.wait(_POLL_S))

@@ -58,8 +58,7 @@ def print_findings(findings: Iterable[Finding]) -> None:
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120)  # of a log
     table = Table("", "check", "result", "what to do")
     for finding in findings:
-        texts = (finding.check, finding.result, finding.remedy)
-        cells = (Text(printable(text)) for text in texts)
+        cells = (Text(printable(text)) for text in (finding.check, finding.result, finding.remedy))
         table.add_row(Text(finding.level, style=_STYLES[finding.level]), *cells)
     console.print(table)
 
@@ -110,14 +109,11 @@ def _ask_nodes(job: Job | None, path: str, file: str) -> Iterator[tuple[str, Fin
             for finding in ray.get(task, timeout=max(0.0, end_s - monotonic_s())):
                 yield host, finding
         except (GetTimeoutError, RayError) as error:
-            result = f"no process of this package starts and answers there: {_last_line(error)}"
+            # In its last line Ray names the remote exception.
+            last_line = str(error).strip().rpartition("\n")[2] or type(error).__name__
+            result = f"no process of this package starts and answers there: {last_line}"
             remedy = "install constraints.txt and this package on it; its logs are below /tmp/ray"
             yield host, Finding("start-up", "error", result, remedy)
-
-
-def _last_line(error: Exception) -> str:
-    """Return the last line of an error of Ray, where it names the remote exception."""
-    return str(error).strip().rpartition("\n")[2] or type(error).__name__
 
 
 def look_at_node(

@@ -90,9 +90,8 @@ def evaluate_runs(run_dirs: Sequence[str], *, ensemble: bool, trust: bool = Fals
         if other.digest != first.digest or not torch.equal(other.labels, first.labels):
             raise _problem(f"has other data than {runs[0].argument}: no ensemble", run.argument)
     mean = torch.stack([of_run.probabilities for of_run in predictions]).mean(dim=0)
-    together = evaluate_predictions(
-        "ensemble", f"{len(runs)} runs", Predictions(mean, first.labels)
-    )
+    averaged = Predictions(mean, first.labels)
+    together = evaluate_predictions("ensemble", f"{len(runs)} runs", averaged)
     evaluated = [
         evaluate_predictions(run.argument, run.weights.reached, of_run)
         for run, of_run in zip(runs, predictions, strict=True)
@@ -115,8 +114,7 @@ def find_run(run_dir: str, trust: bool, classifier: str | None = None) -> SavedR
     if not trust:
         refuse_functions(job.functions, run_dir)
     # The others need not be valid any more: a replayed schedule may be gone.
-    problems = check_sections({name: getattr(job, name) for name in _NEEDED})
-    if problems:
+    if problems := check_sections({name: getattr(job, name) for name in _NEEDED}):
         raise JobError(problems, str(weights.job_file))
     return SavedRun(run_dir, job, weights)
 

@@ -108,10 +108,7 @@ def first_test_samples(run: str, trust: bool) -> tuple[bytes | None, list[Tensor
 
 
 def _file_difference(model: TrainedModel, exported: Run, picture: bytes) -> float:
-    """Return how far the probabilities of an image file differ from those of `predict`.
-
-    Raises RaytrainOptError if its prepared pixels do: then the metadata describe something else.
-    """
+    """Return how far the probabilities of an image file differ from those of `predict`."""
     _, height, width = model.sample_shape
     image = ImageOps.exif_transpose(Image.open(io.BytesIO(picture))).convert("RGB")
     # A decoder halves larger ones, which other libraries do not.
@@ -121,7 +118,7 @@ def _file_difference(model: TrainedModel, exported: Run, picture: bytes) -> floa
     x, expected = prepare(small, steps), model.preprocess([small])
     scale = 255 * torch.tensor(steps.get("then_divide_by", [1.0])).view(-1, 1, 1)
     pixels = float((scale * (x - expected)).abs().max())
-    if not pixels <= _PIXEL_TOLERANCE:
+    if not pixels <= _PIXEL_TOLERANCE:  # the metadata describe something else
         raise RaytrainOptError(
             "a picture prepared as the metadata say differs from what predict prepares by "
             f"{pixels:.3g} of 255; no file was written"

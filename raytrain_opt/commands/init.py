@@ -103,10 +103,7 @@ def init(
 def _find_data(
     folder: Path, labels: Path, label_column: str | None
 ) -> tuple[Section, list[Row], list[str]]:
-    """Return the data section, the rows of `labels` if it needs them, and lines about the choice.
-
-    Raises DataError: there are no data, or they may have several meanings.
-    """
+    """Return the data section, the rows of `labels` if it needs them, and notes on the choice."""
     notes: list[str] = []
     section: Section = {"name": "image_folder", "root": str(folder)}
     folders = class_folders(folder, Counter())
@@ -117,8 +114,7 @@ def _find_data(
     unread = [name for name in folders if "train" in names and name not in read]
     unread = [f"folders that are not read: {first_of(unread)}"] if unread else []
     if label_column is None and len(names) == 2:
-        splits = {"train_split": names["train"], "test_split": names["test"]}
-        return section | splits, [], unread
+        return section | {"train_split": names["train"], "test_split": names["test"]}, [], unread
     rows = _read_tables(folder, label_column, notes)
     if label_column is None and not rows:
         notes += unread
@@ -128,9 +124,8 @@ def _find_data(
         found = [f"all {len(rows):,} images are of one class, {label}" for label in classes]
         arrays = [(file.name, list(np.load(file, "r").shape)) for file in folder.glob("*.npy")]
         found += [f"{name} is an array of shape {shape}" for name, shape in sorted(arrays)]
-        raise DataError(
-            str(folder), "; ".join(["has no data to train on", *found, *notes, _VALID])
-        )
+        rule = "; ".join(["has no data to train on", *found, *notes, _VALID])
+        raise DataError(str(folder), rule)
     if len({label.casefold() for label in classes}) < len(classes):
         notes.append("some classes differ in upper and lower case only")
     if not any(split == "test" for *_, split in rows):
@@ -234,11 +229,9 @@ def _class_folders(folder: Path, train: str, notes: list[str]) -> list[Row]:
         rows += [(path, name.strip(), "") for path in paths]
         inner.update(class_folders(root / name, Counter()))
     if len(shared := sorted(name for name, count in inner.items() if count > 1)) > 1:
-        rule = (
-            f"has several folders called {first_of(shared)}; if these are the classes, call the "
-        )
-        rule += "folders of the sets train and test; if not, list all files in a table with the "
-        raise DataError(str(root), f"{rule}columns file and label")
+        rule = f"has several folders called {first_of(shared)}; if these are the classes, call "
+        rule += "the folders of the sets train and test; if not, list all files in a table with "
+        raise DataError(str(root), f"{rule}the columns file and label")
     notes += left_out_note(left_out)
     return rows
 

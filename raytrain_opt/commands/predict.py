@@ -135,8 +135,7 @@ def _predict_batch(model: TrainedModel, files: Sequence[str]) -> Iterator[Predic
     probabilities = model.classify(torch.cat([*inputs.values()])).tolist() if inputs else []
     rows = dict(zip(inputs, probabilities, strict=True))
     for file in files:
-        classes = _ranked(model.class_names, rows.get(file, ()))
-        yield Prediction(file, classes, errors.get(file))
+        yield Prediction(file, _ranked(model.class_names, rows.get(file, ())), errors.get(file))
 
 
 def _find_images(argument: str, left_out: Counter[str]) -> list[str]:

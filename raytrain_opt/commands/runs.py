@@ -61,8 +61,7 @@ class ListedRun:
 
 def list_runs(storage_path: str) -> list[ListedRun]:
     """Return the runs below a folder or URI, newest first. Raises JobError, StorageError."""
-    problems = check_uri(storage_path, "STORAGE")
-    if problems:
+    if problems := check_uri(storage_path, "STORAGE"):
         raise JobError(problems, "arguments")
     runs = find_runs(storage_path)
     if not (runs or is_remote(storage_path) or local_path(storage_path).exists()):

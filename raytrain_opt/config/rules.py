@@ -122,15 +122,13 @@ def _batch_rules(job: Job) -> Iterator[BrokenRule]:
     """Yield what a search would change, and why micro-batches do not share a global batch."""
     batch, workers, count = job.global_batch_size, job.workers.size, job.parallel.micro_batches
     if job.batch_size_search:
+        search = "find-batch-size or batch_size_search"
         if job.learning_rate.policy == "replay":
             yield "batch_size_search", "a replayed schedule belongs to the batch size of its run"
         if not job.data.drop_last:
-            yield "data.drop_last", "must be true with find-batch-size or batch_size_search"
+            yield "data.drop_last", f"must be true with {search}"
         if count:
-            rule = (
-                "belongs to one global_batch_size: not with find-batch-size or batch_size_search"
-            )
-            yield "parallel.micro_batches", rule
+            yield "parallel.micro_batches", f"belongs to one global_batch_size: not with {search}"
     if count is None:  # one per worker
         if batch % workers:
             rule = f"does not split evenly over {workers} workers; give a multiple of that"

@@ -134,20 +134,15 @@ def _wrap_object(value: object) -> object:
     return Instance(value) if _is_object(value) else value
 
 
+_Name = Annotated[
+    str | Callable[..., Any],
+    Field(json_schema_extra={"type": "string"}),
+    PlainSerializer(function_name, str),
+]
 # A name, or (from Python only) the function itself.
-NameOrFunction = Annotated[
-    str | Callable[..., Any],
-    AfterValidator(_require_name),
-    Field(json_schema_extra={"type": "string"}),
-    PlainSerializer(function_name, str),
-]
+NameOrFunction = Annotated[_Name, AfterValidator(_require_name)]
 # Or the object that the function would return.
-NameOrInstance = Annotated[
-    str | Callable[..., Any],
-    BeforeValidator(_wrap_object),
-    Field(json_schema_extra={"type": "string"}),
-    PlainSerializer(function_name, str),
-]
+NameOrInstance = Annotated[_Name, BeforeValidator(_wrap_object)]
 
 
 def is_function_name(name: object) -> bool:

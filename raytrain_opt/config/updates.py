@@ -60,8 +60,7 @@ MUON_AUX_LR_MULTIPLIERS = {"adamw": 0.05, "sgd": 1.0}
 
 
 def _default_args(section: dict[str, Any]) -> dict[str, Any]:
-    is_sgd = section.get("name", "SGD") == "SGD"
-    return {"momentum": 0.9, "weight_decay": 1e-4} if is_sgd else {}
+    return {"momentum": 0.9, "weight_decay": 1e-4} if section.get("name", "SGD") == "SGD" else {}
 
 
 class MomentumWarmup(Section):

@@ -121,8 +121,7 @@ def _load_torchvision(section: ArraySetData) -> DatasetArrays:
         pair(name, np.asarray(split.data), np.asarray(split.targets, dtype=np.int64))
         for name, split in zip(("train", "test"), splits, strict=True)
     )
-    classes = splits[0].classes
-    return validate_arrays(train, test, tuple(map(str, classes)))
+    return validate_arrays(train, test, tuple(map(str, splits[0].classes)))
 
 
 def load_arrays(section: ArraysData) -> DatasetArrays:

@@ -29,8 +29,7 @@ from raytrain_opt.results import Split
 
 # Batches that each loader process prepares ahead.
 _PREFETCH = 2
-# Of `loader_workers: auto`, until batches were measured: with one process, every delay is waited
-# for.
+# Of `loader_workers: auto`, until batches were measured: with one, every delay is waited for.
 _FIRST_PROCESSES = 2
 _MEASURED_BATCHES = 8
 _FETCHED_AHEAD = 4
@@ -101,8 +100,7 @@ class DataLoaderData(TrainingData):
         return self._to_device(self._read_here(split, readable[:count]))
 
     def _read_here(self, split: SourceSplit, samples: list[int]) -> LoadedBatch:
-        request = BatchRequest(split, _PURPOSES[split], 0, samples)
-        return self._reader.__getitems__([request])
+        return self._reader.__getitems__([BatchRequest(split, _PURPOSES[split], 0, samples)])
 
     def close(self) -> None:
         """End the loader processes; a later phase would start new ones."""
@@ -178,10 +176,7 @@ class _ReusedLoader:
         )
 
     def load(self, requests: Iterator[BatchRequest]) -> Iterator[LoadedBatch]:
-        """Yield the batches of one phase, which the loader processes read ahead.
-
-        Raises RuntimeError: a loader process died, or another phase began in the meantime.
-        """
+        """Yield the batches of one phase, which the loader processes read ahead."""
         self._phase += 1
         phase = self._phase
         self._sampler.requests = requests

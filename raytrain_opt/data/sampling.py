@@ -132,8 +132,7 @@ class TrainingSplit:
         """
         order = self._order(epoch, search)
         if held_out:
-            random = generator(self._seed, Purpose.VALIDATION_SPLIT)
-            shuffled = random.permutation(self._size)
+            shuffled = generator(self._seed, Purpose.VALIDATION_SPLIT).permutation(self._size)
             is_left_out = np.isin(order, shuffled[:held_out])
             others = order[~is_left_out]
             order = np.where(is_left_out, others[np.arange(len(order)) % len(others)], order)

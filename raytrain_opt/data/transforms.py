@@ -24,9 +24,8 @@ Augmentation beyond crop and mirror: a policy for each image, then erasing and m
     loss     w loss(output, y) + (1 - w) loss(output, y')
 
 Sources: Cubuk et al., RandAugment, 2020; Müller and Hutter, TrivialAugment, 2021; Zhong et al.,
-Random Erasing, 2020; Zhang et al., mixup, 2018; Yun et al., CutMix, 2019. The reverse order as in
-timm. Of the micro-batch, as x' would have to be read on another worker too: so pairs differ with
-the number of workers.
+Random Erasing, 2020; Zhang et al., mixup, 2018; Yun et al., CutMix, 2019; timm (reverse order). Of
+the micro-batch, as x' would have to be read on another worker too.
 """
 
 from __future__ import annotations
@@ -131,9 +130,8 @@ def resolve_preprocessing(
     """
     if isinstance(normalize, str) or not shape:
         mean_std = (auto or ([0.0], [1.0])) if is_image else None
-        return Preprocessing(
-            is_image, mean_std and (list(mean_std[0]), list(mean_std[1])), center_crop
-        )
+        lists = mean_std and (list(mean_std[0]), list(mean_std[1]))
+        return Preprocessing(is_image, lists, center_crop)
     means, stds = normalize
     for values in (means, stds):
         if len(values) not in (1, shape[0]):
@@ -314,9 +312,7 @@ def _make_policy(section: BatchAugment) -> Any:
         return None
     from torchvision.transforms import v2  # takes seconds to import
 
-    if section.policy == "rand_augment":
-        return v2.RandAugment()
-    return v2.TrivialAugmentWide()
+    return v2.RandAugment() if section.policy == "rand_augment" else v2.TrivialAugmentWide()
 
 
 def _cutmix_box(

@@ -87,10 +87,8 @@ class UserDatasetSource(SampleSource):
             return self._datasets[split][index]
         sample = self._sample(split, index)
         if (described := _describe(sample)) != self._expected:
-            rule = (
-                f"it is {described} but the first training sample is {self._expected}; all must "
-            )
-            rule += "be the same, e.g. by a resize in the Dataset, or data.collate pads them"
+            rule = f"it is {described} but the first training sample is {self._expected}; all "
+            rule += "must be the same, e.g. by a resize in the Dataset, or data.collate pads them"
             raise self._error(split, index, rule)
         if not self.has_pairs:
             return sample
@@ -173,8 +171,7 @@ class UserDatasetSource(SampleSource):
         except DataError:
             raise
         except Exception as error:
-            rule = f"{self.describe('train', 0)}: {cause(error)}"
-            raise DataError(self.field, rule) from error
+            raise DataError(self.field, f"{self.describe('train', 0)}: {cause(error)}") from error
 
     def _sample(self, split: SourceSplit, index: int) -> Sample:
         sample = self._datasets[split][index]

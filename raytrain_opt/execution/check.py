@@ -190,8 +190,7 @@ def _try_network(
     muon_flops = 0.0
     if job.optimizer.chooses_freely:
         own = (group for section in groups for group in section if group.get("use_muon"))
-        matrices = [p.shape for group in own for p in group["params"]]
-        muon_flops = orthogonalization_flops(matrices)
+        muon_flops = orthogonalization_flops([p.shape for group in own for p in group["params"]])
     facts = Facts(
         info,
         None if any(p.is_complex() for p in model.parameters()) else muon_flops,

@@ -84,11 +84,8 @@ def _problems_of_one_process(job: Job) -> list[Problem]:
     problems = []
     if not job.parallel.common_steps:
         rule = "asynchronous training needs several processes, and --in-process has one"
-        problems.append(
-            Problem(
-                "parallel.mode", rule, job.parallel.mode, "use sync, or leave --in-process out"
-            )
-        )
+        hint = "use sync, or leave --in-process out"
+        problems.append(Problem("parallel.mode", rule, job.parallel.mode, hint))
     if job.batch_size_search is not None:
         rule = "probes of a batch-size search run in processes of their own"
         hint = "remove the section and set global_batch_size, or leave --in-process out"

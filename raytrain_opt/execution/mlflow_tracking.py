@@ -54,9 +54,7 @@ class MlflowTracking(Callback):
             return
         run = self._client.create_run(experiment_id, run_name=name, tags={_RUN_DIR: name})
         self._run_id = run.info.run_id
-        params = [
-            Param(section, str(value)[:_MAX_VALUE]) for section, value in plain_job(job).items()
-        ]
+        params = [Param(key, str(value)[:_MAX_VALUE]) for key, value in plain_job(job).items()]
         self._client.log_batch(self._run_id, params=params[:_MAX_PARAMS])
 
     def on_round(self, record: RoundRecord) -> None:

@@ -109,9 +109,8 @@ class RayBackend:
         self._frontend.terminal.phase("reading data")
         limit_s = self._job.timeouts.no_progress_s
         if not wait([self.reading], limit_s).done:
-            advice = "check that the storage responds"
-            rule = f"not read within {limit_s:g} s (timeouts.no_progress_s); {advice}"
-            raise DataError("data", rule)
+            rule = f"not read within {limit_s:g} s (timeouts.no_progress_s)"
+            raise DataError("data", f"{rule}; check that the storage responds")
         facts = self.reading.result(timeout=0)
         self._frontend.startup.mark("data_read_s")
         return facts
@@ -154,12 +153,9 @@ class RayBackend:
             yield pools
 
     def _share(self) -> list[Any]:
-        """Return the reference to what all processes share; keep no copy here.
-
-        In a list: Ray would fetch a bare one on the way.
-        """
+        """Return the reference to what all processes share; keep no copy here."""
         if self._shared_refs is None:
-            self._shared_refs = [ray.put(self._unshared)]
+            self._shared_refs = [ray.put(self._unshared)]  # Ray would fetch a bare one on the way
             self._unshared = None
         return self._shared_refs
 

@@ -71,8 +71,8 @@ class RunProgress:
             return point._replace(rounds=0, steps=len(partial.steps.lrs))
         if partial.round is None:
             return point
-        done, steps = len(partial.round.results), partial.round.steps_of_parts
-        return point._replace(candidates=done, candidate_steps=steps)
+        steps = sum(totals.steps for totals in partial.round.totals.values())
+        return point._replace(candidates=len(partial.round.results), candidate_steps=steps)
 
     def add_samples(self, *, search: int = 0, kept: int = 0) -> RunProgress:
         return replace(

@@ -81,8 +81,7 @@ def finish(run: TrainingRun) -> RunResult:
     run.wait_for_checkpoint()
     run.stop.progress(math.inf)  # the report takes the time that it needs
     run_dir = str(run.paths.local)
-    epochs = run.length.records
-    record = _result(run, epochs, evaluate_best(run))
+    record = _result(run, run.length.records, evaluate_best(run))
     run.recorder.close()
     report = try_write_report(run_dir, run.paths.shown, record)
     write_text(run.paths.ending, "")

@@ -166,11 +166,8 @@ def stop_on_signals(note: Callable[[str], None] = lambda _: None) -> Iterator[St
 
 @contextmanager
 def _handlers(stop: StopRequest) -> Iterator[None]:
-    """Pass signals on to `stop`; the second one, more than a second later, ends the process.
-
-    Python delivers signals to the main thread only: in another thread this changes nothing.
-    """
-    if threading.current_thread() is not threading.main_thread():
+    """Pass signals on to `stop`; the second one, more than a second later, ends the process."""
+    if threading.current_thread() is not threading.main_thread():  # which gets no signals
         yield
         return
     first_s: list[float] = []

@@ -20,7 +20,7 @@ from raytrain_opt.execution.resume import job_fields
 from raytrain_opt.execution.workspace import Workspace
 from raytrain_opt.pools.commands import MainTrain, Progress, StateRef
 from raytrain_opt.pools.protocol import Pool, Pools, TrainingOutcome, fetch_initial_state
-from raytrain_opt.pools.rounds import CandidateTraining, RoundProgress
+from raytrain_opt.pools.rounds import CandidateTraining
 from raytrain_opt.recording.recorder import EventLog, Recorder, write_record
 from raytrain_opt.recording.records import (
     EpochRecord,
@@ -132,7 +132,8 @@ class TrainingRun:
                 self.pools.states.keep(state, *after.states.values())
                 self.checkpoints.interval.count(after.steps_since(before))
                 if self.stop.error is not None or (after.left and self._must_save()):
-                    self._save_round(state, after)
+                    self._epoch.round = self._candidates.with_best(state, after)
+                    self._save_partial(state)
         results = list(self._epoch.begin_round(action).results)
         if lost := self._candidates.describe_lost(action, results):
             self.event_log.log("lost", action.epoch, lost)
@@ -150,8 +151,7 @@ class TrainingRun:
         with self._measure("take_state"):
             kept = self._candidates.fetch_state(state, done, winner)
             self.pools.states.keep(kept)
-        # Search cost: samples trained beyond those that remain in the weights. The winner's kept
-        # steps remain.
+        # Search cost: samples beyond those that remain in the weights, as the winner's steps do.
         self.progress = self.progress.add_samples(search=-winner.samples, kept=winner.samples)
         self._epoch.steps = winner.candidate.steps(action)
         self._write_round(action, decision)
@@ -200,10 +200,6 @@ class TrainingRun:
                 self._save_step(state)
             if not left.lrs or self.stop.error is not None:
                 return state
-
-    def _save_round(self, state: StateRef, done: RoundProgress) -> None:
-        self._epoch.round = self._candidates.with_best(state, done)
-        self._save_partial(state)
 
     def _must_save(self) -> bool:
         return self.stop.error is not None or self.stop.saves or self.checkpoints.is_due
@@ -272,8 +268,7 @@ class TrainingRun:
         self._epoch.test = test = self.score(state, "test")
         self._raise_if_diverged(epoch, "test", test.loss, test.failure)
         if test.predictions is not None:
-            labels = self.info.class_labels
-            record = PredictionsRecord.of(epoch, labels, test.predictions)
+            record = PredictionsRecord.of(epoch, self.info.class_labels, test.predictions)
             write_record(self.paths.local, record, indent=None)
 
     def checkpoint_epoch(self, state: StateRef, history: History) -> None:

@@ -103,9 +103,7 @@ def open_workspace(
         notes = [f"{'resuming' if resume else 'run directory:'} {paths.shown}"]
         notes += [f"{damage}; the one before is used" for damage in damages]
         if not has_lock:
-            notes.append(
-                "this storage has no locks: do not resume this run twice at the same time"
-            )
+            notes += ["this storage has no locks: do not resume this run twice at the same time"]
         for note in (*notes, *(info.notes if info else ())):
             terminal.note(note)
         stop.advice = partial(how_to_resume, paths, job, options)
@@ -130,8 +128,7 @@ def _writing(paths: RunPaths, job: Job, resume: str | None) -> Iterator[None]:
         if not resume:
             remove_tree(paths.local)
         field, path = ("--resume", resume) if resume else ("storage_path", job.storage_path)
-        rule = f"cannot be written: {error}"
-        raise JobError([Problem(field, rule, repr(path))]) from error
+        raise JobError([Problem(field, f"cannot be written: {error}", repr(path))]) from error
 
 
 def _check_latest(

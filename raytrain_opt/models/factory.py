@@ -106,8 +106,7 @@ def build_model(
     Raises JobError (unknown name, wrong arguments, no usable nn.Module) and DataError (the
     named model cannot take such samples).
     """
-    problems = check_model(section)
-    if problems:
+    if problems := check_model(section):
         raise JobError(problems)
     with seeded(seed):
         torch.manual_seed(seed)  # also of GPUs, where a user's function may draw
@@ -244,8 +243,7 @@ def check_output(model: nn.Module, samples: Tensor, num_classes: int) -> None:
         except Exception as error:
             rule = f"it cannot process a batch of these data, shape {list(samples.shape)}"
             hint = "Choose another model.name, model.args or samples of another shape."
-            text = f"{rule}: {type(error).__name__}: {error}. {hint}"
-            raise DataError("model", text) from error
+            raise DataError("model", f"{rule}: {type(error).__name__}: {error}. {hint}") from error
     shape = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
     count = len(samples)
     if shape != [count, num_classes]:
@@ -280,9 +278,8 @@ def preserve_model(model: nn.Module, device: torch.device, *others: object) -> I
                     own[name] = value
                     if content is not None:
                         value.clear()
-                        (value.extend if isinstance(value, list | deque) else value.update)(
-                            content
-                        )
+                        add = value.extend if isinstance(value, list | deque) else value.update
+                        add(content)
             for tensor, value in copies:
                 if tensor.shape == value.shape:
                     tensor.detach().copy_(value)

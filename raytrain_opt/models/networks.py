@@ -5,13 +5,9 @@
               block halves the resolution
     head      average over all positions, linear layer
 
-Source: He, Zhang, Ren and Sun, Deep Residual Learning for Image Recognition, CVPR 2016. The
-bottleneck halves the resolution in its 3x3 convolution, as torchvision's does. Parameter counts
-below are for 10 classes and 3 channels.
-
-VGG16 is the one of Serizawa and Tatebe on automatic optimization of the mini-batch size, after
-Simonyan and Zisserman, Very Deep Convolutional Networks for Large-Scale Image Recognition, ICLR
-2015. `small_cnn` is for 8x8 digits, examples and tests.
+The bottleneck halves the resolution in its 3x3 convolution, as torchvision's does. Parameter
+counts below are for 10 classes and 3 channels. VGG16 is the one of Serizawa and Tatebe;
+`small_cnn` is for 8x8 digits, examples and tests. Sources: docs/references.md.
 """
 
 from __future__ import annotations
@@ -41,8 +37,7 @@ def he_init(model: nn.Module, classifier: nn.Linear) -> None:
 
 
 def _conv(in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-    padding = kernel // 2
-    return nn.Conv2d(in_channels, out_channels, kernel, stride, padding, bias=False)
+    return nn.Conv2d(in_channels, out_channels, kernel, stride, kernel // 2, bias=False)
 
 
 class ResidualBlock(nn.Module):
@@ -171,11 +166,7 @@ _HIDDEN = 512
 def _vgg16(
     normalize_convolutions: bool, *, num_classes: int, sample_shape: tuple[int, ...]
 ) -> nn.Module:
-    """Build 13 3x3 convolutions with relu, 5 max-pools, 2 linear layers of 512 inner values.
-
-    The first linear layer sees all positions that the pools leave (one for 32x32), so it takes
-    images of one size, at least 32x32.
-    """
+    """Build 13 3x3 convolutions with relu, 5 max-pools, 2 linear layers of 512 inner values."""
     channels, height, width = sample_shape
     layers: list[nn.Module] = []
     for group in _GROUPS:
@@ -186,7 +177,7 @@ def _vgg16(
             layers += layer
             channels = out_channels
         layers.append(nn.MaxPool2d(2))
-    # Smaller images are refused by the last pool, in the check of the output.
+    # One for 32x32. Smaller images are refused by the last pool, in the check of the output.
     positions = max(1, (height // _REDUCTION) * (width // _REDUCTION))
     layers += [nn.Flatten(), nn.Linear(channels * positions, _HIDDEN), nn.BatchNorm1d(_HIDDEN)]
     classifier = nn.Linear(_HIDDEN, num_classes)

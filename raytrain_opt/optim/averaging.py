@@ -6,12 +6,10 @@
     a number     d_t = min(decay, (1 + t) / (10 + t))
 
 With a number, d_t rises to it, so that the first weights are forgotten in short trainings too (as
-in TensorFlow's and timm's EMA). With auto the average covers the last h_t updates, and fewer as
-the rate falls, so it ends as the weights themselves, and shows what they would be worth after a
-decay at any time before. Schedule-free optimizers (Defazio et al., The Road Less Scheduled,
-NeurIPS 2024) average within their own update.
+in TensorFlow's and timm's EMA). With auto the average covers the last h_t updates, and ends as the
+weights themselves (docs/optimizers.md). Schedule-free optimizers average within their own update.
 
-For both, the parameters hold the averaged weights at all times but within a phase of training. The
+For all, the parameters hold the averaged weights at all times but within a phase of training. The
 weights that training continues from are in the optimizer's state, bit for bit.
 """
 
@@ -101,8 +99,7 @@ def _update(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 def _decay(group: dict[str, Any]) -> float:
     """Return the weight of the average so far in this update, and note the group's rate."""
     updates, lr, decay = int(group["averaged_updates"]), float(group["lr"]), group["ema_decay"]
-    highest_lr = max(float(group["highest_lr"]), lr)
-    group["highest_lr"] = highest_lr
+    group["highest_lr"] = highest_lr = max(float(group["highest_lr"]), lr)
     if decay != "auto":
         return float(min(decay, (1 + updates) / (10 + updates)))
     covered = _COVERED * (1 + updates) * (lr / highest_lr if highest_lr else 0.0)

@@ -68,8 +68,7 @@ def parameter_groups(
                 and min(len(param), param[0].numel()) >= 2
                 and id(param) not in in_norm | in_embedding
             )
-        patterns = [pattern for pattern in multipliers if fnmatchcase(name, pattern)]
-        if patterns:
+        if patterns := [pattern for pattern in multipliers if fnmatchcase(name, pattern)]:
             settings["lr_multiplier"] = multipliers[patterns[0]]
         for pattern in patterns:
             unmatched.pop(pattern, None)
@@ -116,8 +115,7 @@ def check_optimizer(section: OptimizerSection) -> list[Problem]:
         return error.problems
     parameters = [*inspect.signature(optimizer_class.step).parameters.values()][1:]
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
-    if needed:
+    if needed := [p.name for p in parameters if p.default is p.empty and p.kind not in variable]:
         rule = f"cannot train here: its step() requires {', '.join(needed)}"
         hint = "the loop computes the gradients and then calls step() without arguments"
         return [Problem("optimizer.name", rule, optimizer_class.__name__, hint)]
@@ -142,8 +140,7 @@ def build_optimizer(
     else foreach. Raises JobError: `check_optimizer` finds a problem, or the class rejects these
     parameters.
     """
-    problems = check_optimizer(section)
-    if problems:
+    if problems := check_optimizer(section):
         raise JobError(problems)
     optimizer_class = _resolve_class(section.name)
     args = {
@@ -191,12 +188,11 @@ def _resolve_class(name: str | Callable[..., Any]) -> Any:
     if not is_function_name(name):
         if name not in _CLASSES:
             valid = sorted(_CLASSES)
-            hint = nearest(str(name), valid, n=2)
+            hint = nearest(str(name), valid, n=2) or f"valid: {', '.join(valid)}"
             rule = (
                 "must be a class of torch.optim (not Rprop or SparseAdam), LARS, Muon, "
                 "RMSpropWarmup, ScheduleFreeSGD, ScheduleFreeAdamW, or package.module:Class"
             )
-            hint = hint or f"valid: {', '.join(valid)}"
             raise JobError([Problem("optimizer.name", rule, repr(name), hint)])
         return _CLASSES[str(name)]
     own = resolve_function(name, "optimizer.name")

@@ -29,9 +29,6 @@ RMSprop warm-up: RMSprop at first, momentum SGD later.
     w = w - lr v                                                                        (3)
 
     a = (1 + ELU(2 (t - c) / p)) / 2, at most 1                                         (4)
-      = exp(2 (t - c) / p) / 2       for t < c
-      = 1/2 + (t - c) / p            for c <= t < c + p / 2
-      = 1                            afterwards
     b = s (1 - a)                                                                       (5)
 
 `a` is the fraction of SGD. The paper prints the straight part of (4) with twice this slope; its

@@ -18,8 +18,7 @@ for it. This is `torch.optim.Muon`, which takes matrices only. Parameters that a
 with momentum, or AdamW; their weight decay is decoupled too.
 
 Matrices of equal shape are computed together, by few kernels. In a process group each rank
-computes (3) and (4) of a part of the matrices only, and the results are exchanged, as parts of the
-update are in ZeRO (Rajbhandari et al. 2020, stage 1).
+computes (3) and (4) of a part of them only, as in ZeRO (Rajbhandari et al. 2020, stage 1).
 """
 
 from __future__ import annotations
@@ -102,8 +101,7 @@ class Muon(BatchedOptimizer):
         update = self._update_matrices if group["use_muon"] else self._update_others
         for batch in self._batches(params):
             if group["weight_decay"] != 0:
-                factor = 1.0 - float(group["lr"]) * group["weight_decay"]
-                torch._foreach_mul_(batch, factor)
+                torch._foreach_mul_(batch, 1.0 - float(group["lr"]) * group["weight_decay"])
             update(batch, group)
 
     def _update_matrices(self, params: list[Any], group: dict[str, Any]) -> None:
@@ -138,8 +136,7 @@ class Muon(BatchedOptimizer):
         lr, grads = float(group["lr"]), [p.grad for p in params]
         if group["aux"] == "sgd":
             buffers = self._buffers("momentum_buffer", params)
-            nesterov = group["momentum"] > 0
-            descend(params, grads, buffers, group, nesterov=nesterov, may_fuse=False)
+            descend(params, grads, buffers, group, nesterov=group["momentum"] > 0, may_fuse=False)
             return
         adamw(
             params,

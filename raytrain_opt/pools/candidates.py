@@ -121,8 +121,7 @@ class CandidateTrainer(LearnerHandler):
     def _forget_candidates(self) -> None:
         self._round, self._results = None, []
         self._kept_states.clear()
-        self._live_candidate = None
-        self._live_id = ""
+        self._live_candidate, self._live_id = None, ""
 
     def _pretrain(
         self, command: Pretrain, on_step: OnStep
@@ -163,8 +162,7 @@ class CandidateTrainer(LearnerHandler):
         self._leaves = (command.state.id, plan, candidate, plan.pretrain_steps - done)
         if self._rank:
             return None
-        state_id = f"{_candidate_id(plan, candidate)}.{done}"
-        return CandidatePart(totals, self._send_state(state_id))
+        return CandidatePart(totals, self._send_state(f"{_candidate_id(plan, candidate)}.{done}"))
 
     def _finish_candidate(
         self, command: Pretrain, candidate: Candidate, on_step: OnStep
@@ -209,8 +207,7 @@ class CandidateTrainer(LearnerHandler):
     def _score(self, candidate: Candidate, trained: TrainTotals) -> CandidateResult:
         part = self.learner.evaluate("validation", self._rank, self.world_size)
         scored = self.learner.add_ranks(part)
-        slot = self.index if self._alone else -1
-        return CandidateResult.of(candidate, trained, scored, slot)
+        return CandidateResult.of(candidate, trained, scored, self.index if self._alone else -1)
 
     def _train(self, plan: TryCandidates, candidate: Candidate, on_step: OnStep) -> TrainTotals:
         """Train a whole candidate from the learner's state."""
@@ -231,9 +228,8 @@ class CandidateTrainer(LearnerHandler):
         if self._alone and self.index != command.slot:
             return None
         self._make_live(command, on_step)
-        state_id = _candidate_id(command.round.plan, command.candidate)
-        self._live_id = state_id
-        return self._send_state(state_id) if self._rank == 0 else None
+        self._live_id = _candidate_id(command.round.plan, command.candidate)
+        return self._send_state(self._live_id) if self._rank == 0 else None
 
     def _make_live(self, command: SendCandidateState, on_step: OnStep) -> None:
         """Load the candidate's state, or train it again in a process that never had it."""

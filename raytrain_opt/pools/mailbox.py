@@ -90,9 +90,8 @@ class PoolState:
         silent_s = now_s - self.heard_s.get(resident.index, self.posted_s)
         command = "start-up" if self.command is None else self.command.name
         text = f"{name} was restarted during {command}"
-        self.events.append(
-            Event(kind="restarted", text=text, time_s=now_s, process=name, silent_s=silent_s)
-        )
+        event = Event(kind="restarted", text=text, time_s=now_s, process=name, silent_s=silent_s)
+        self.events.append(event)
 
     def hear(self, index: int) -> None:
         self.last_heard_s = self.heard_s[index] = monotonic_s()
@@ -152,8 +151,7 @@ class Mailbox:
         command, and whether it is over.
         """
         state = self._pools[residents[0].pool]
-        new = [resident for resident in residents if not state.includes(resident)]
-        if new:
+        if new := [resident for resident in residents if not state.includes(resident)]:
             for resident in new:
                 state.join(resident)
             state.lost |= set(absent)

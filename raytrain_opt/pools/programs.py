@@ -78,8 +78,7 @@ class SynchronousProgram:
         torch.set_num_threads(compute_threads(config.threads, context.get_local_world_size()))
         learner = Learner(*config.fetch_inputs(), device, join)
         rank, world_size = context.get_world_rank(), context.get_world_size()
-        store = GroupObjectStore(group)
-        return Worker(learner, rank, world_size, store)
+        return Worker(learner, rank, world_size, GroupObjectStore(group))
 
     def make_slot(self, config: ResidentConfig, index: int) -> Handler:
         import torch

@@ -29,8 +29,7 @@ OnWait = Callable[[str, Progress | None], object]
 # Returns whether a main training shall send its state now, before its last step.
 IsDue = Callable[[], bool]
 
-# A segment takes about this long: a command to 2 workers costs 7 ms (0.2 %), and a signal waits
-# for the end of the segment.
+# Of a segment, about: a command to 2 workers costs 7 ms (0.2 %), and a signal waits for its end.
 _SEGMENT_S = 3.0
 # The first steps of a process take longer than the others, so segments grow to that length.
 _GROWTH = 8
@@ -169,8 +168,7 @@ class SynchronousTraining:
 def fetch_initial_state(pool: Pool) -> StateRef:
     """Return the initial state of the first resident that can send it, or raise PoolError."""
     for index in pool.alive():
-        replies = pool.command(SendInitialState(index), (index,))
-        if replies:  # else this resident was lost meanwhile
+        if replies := pool.command(SendInitialState(index), (index,)):  # else it was lost
             state: StateRef = replies[index]
             return state
     raise PoolError(f"no {pool.name} is left to send its initial state")

@@ -231,8 +231,7 @@ class ProbingSlot:
         if self._process is None:
             self.pool.start()
             [self._process] = self.pool.wait_until_ready(self.timeouts.start_s)
-        replies = self.pool.command(ProbeBatchSize(self.section, batch_size, check))
-        if replies:
+        if replies := self.pool.command(ProbeBatchSize(self.section, batch_size, check)):
             return replace(cast(Probe, replies[0]), pid=self._process.pid)
         try:
             self.pool.wait_for_end(self.timeouts.stop_s)

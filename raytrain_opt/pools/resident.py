@@ -161,8 +161,7 @@ class CommandLoop:
             # Kept until the next command: the first rank needs it for a state that it refers to.
             reply = self._execute(handler, number, command)
             replies = self._gather(reply)
-            send = partial(self.mailbox.reply, number, replies)
-            number, command = self._from_first(send)
+            number, command = self._from_first(partial(self.mailbox.reply, number, replies))
 
     def _gather(self, value: T) -> list[T]:
         with self._peer_failures_are_late():

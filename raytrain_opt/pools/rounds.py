@@ -34,11 +34,6 @@ class RoundProgress:
         done = {result.candidate.index for result in self.results}
         return tuple(c for c in self.action.candidates if c.index not in done)
 
-    @property
-    def steps_of_parts(self) -> int:
-        """The steps that candidates without a result have trained."""
-        return sum(totals.steps for totals in self.totals.values())
-
     def steps_since(self, before: RoundProgress) -> int:
         """Return the most steps that a candidate has trained since then."""
         now, then = self._steps(), before._steps()
@@ -76,8 +71,7 @@ class RoundProgress:
             if not isinstance(reply, CandidateResult):
                 reply = CandidateResult.lost(candidate)
             results[index] = reply
-        candidates = self.action.candidates
-        in_order = tuple(results[c.index] for c in candidates if c.index in results)
+        in_order = tuple(results[c.index] for c in self.action.candidates if c.index in results)
         return RoundProgress(self.action, in_order, totals, states)
 
 
@@ -151,8 +145,7 @@ class CandidateTraining:
         # Prefer the slot that trained the candidate; any other can train it again. Of workers, all
         # have it, and rank 0, the first, sends it.
         for index in sorted(residents, key=lambda index: index != result.slot):
-            send = SendCandidateState(command, candidate, index)
-            replies = self._pool.command(send, (index,))
+            replies = self._pool.command(SendCandidateState(command, candidate, index), (index,))
             if replies:
                 state: StateRef = replies[index]
                 return state

@@ -42,8 +42,7 @@ class ObjectStore:
             raise PoolError(f"{rule} (is that node overloaded or hung?)") from error
 
     def put(self, state_id: str, state: TrainingState) -> StateRef:
-        node_id = ray.get_runtime_context().get_node_id()
-        return StateRef(state_id, ray.put(state), node_id=node_id)
+        return StateRef(state_id, ray.put(state), ray.get_runtime_context().get_node_id())
 
 
 class GroupObjectStore(ObjectStore):
@@ -91,9 +90,7 @@ class RayStateStore:
         self._views = {name: view for name, view in self._views.items() if name in ids}
 
     def get(self, ref: StateRef) -> TrainingState:
-        if ref.id in self._views:
-            return self._views[ref.id]
-        return self._objects.get(ref)
+        return self._views[ref.id] if ref.id in self._views else self._objects.get(ref)
 
     def put(self, state_id: str, state: TrainingState) -> StateRef:
         self._views[state_id] = state

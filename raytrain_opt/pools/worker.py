@@ -72,7 +72,7 @@ class Worker(CandidateTrainer):
         with self._stopwatch.measure("average_s"):
             if is_end:
                 learner.finish_phase()
-        self._live_id = _state_id(command, totals.steps)
+        self._live_id = f"{command.epoch}.{command.steps.first + totals.steps}"
         with self._stopwatch.measure("hand_over_s"):
             ref = self._send_state(self._live_id) if self.index == 0 else None
         timings_s = {
@@ -129,7 +129,3 @@ class Slot(CandidateTrainer):
         steps = candidate.steps(action)
         lrs = tuple(scale_lr("linear", lr, count, computed) for lr in steps.lrs)
         return replace(steps, lrs=lrs)
-
-
-def _state_id(command: MainTrain, done: int) -> str:
-    return f"{command.epoch}.{command.steps.first + done}"

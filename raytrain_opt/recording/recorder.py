@@ -127,13 +127,10 @@ def versions() -> dict[str, str]:
 
 
 class EventLog:
-    """The clock and the events of one execution, in seconds of the run without its interruptions.
-
-    `note` shows a line to the user.
-    """
+    """The clock and the events of an execution, in seconds of the run without interruptions."""
 
     def __init__(self, recorder: Recorder, note: Callable[[str], None], began_s: float) -> None:
-        self._recorder, self._note = recorder, note
+        self._recorder, self._note = recorder, note  # which shows a line to the user
         self._run_start_s = began_s
 
     def resume_clock(self, epoch: int, text: str, partial_s: float) -> None:
@@ -155,8 +152,7 @@ class EventLog:
         with stopwatch.measure(f"{phase}_s"):
             yield
         duration_s = self.elapsed_s() - start_s
-        record = Phase(epoch=epoch, phase=phase, start_s=start_s, duration_s=duration_s)
-        self._recorder.add(record)
+        self._recorder.add(Phase(epoch=epoch, phase=phase, start_s=start_s, duration_s=duration_s))
 
     def log(self, kind: str, epoch: int, text: str) -> None:
         """Show an event to the user and record it."""
@@ -167,8 +163,7 @@ class EventLog:
         """Record events whose times are on this process's clock."""
         records = []
         for event in events:
-            time_s = event.time_s - self._run_start_s
-            update = {"epoch": epoch, "time_s": time_s, "utc": utc_now()}
+            update = {"epoch": epoch, "time_s": event.time_s - self._run_start_s, "utc": utc_now()}
             records.append(event.model_copy(update=update))
         self._recorder.add(*records)
 

@@ -417,11 +417,10 @@ class Event(Record):
         description=(
             "`restarted` (a process), `lost` (a slot, for good), `fewer` or `more` (workers), "
             "`storage` (refused copies, then took one), `callback` (one failed), `optimizer` (one "
-            "is left out of the search), `overfitting` (more weight decay), `collapsed` ("
-            "training starts again at a lower rate), `diverged` (what such a training raised), "
-            "`planned` (the length "
-            "of a training for a time), `patience` (lost, training continues), `stopped` (by the "
-            "`stop` section), `resumed`, `interrupted`, `failed`."
+            "is left out of the search), `overfitting` (more weight decay), `collapsed` (training "
+            "starts again at a lower rate), `diverged` (what such a training raised), `planned` "
+            "(the length of a training for a time), `patience` (lost, training continues), "
+            "`stopped` (by the `stop` section), `resumed`, `interrupted`, `failed`."
         )
     )
     text: str = Field(description="What happened, as text.")

@@ -47,8 +47,7 @@ def _losses(run: RunRecords) -> Plot:
 
     def paint(axes: Axes) -> None:
         for (name, points), hue in zip(lines.items(), SERIES, strict=False):
-            known = [(epoch, loss) for epoch, loss in points if loss is not None]
-            if known:
+            if known := [(epoch, loss) for epoch, loss in points if loss is not None]:
                 draw_line(axes, known, **_DOTS, color=hue, label=name)
         axes.set(xlabel="epoch", ylabel="loss")
         axes.locator_params("x", integer=True, min_n_ticks=1)
@@ -92,10 +91,7 @@ def _metric(run: RunRecords) -> Plot:
 
 
 def _candidate_lines(run: RunRecords, *, winners: bool) -> npt.NDArray[Any]:
-    """Return (step, metric) before and after each pre-training [candidates, 3, 2].
-
-    The third point is NaN, where matplotlib ends a line.
-    """
+    """Return (step, metric) before and after each pre-training, and NaN, [candidates, 3, 2]."""
     lines = []
     for record in _thin_out(run.rounds, _MAX_ROUNDS):
         step = run.first_step(record.epoch)
@@ -104,7 +100,7 @@ def _candidate_lines(run: RunRecords, *, winners: bool) -> npt.NDArray[Any]:
         for candidate in record.candidates:
             if (candidate is record.chosen) == winners:
                 end = (step + record.pretrain_steps, candidate.val_metric)
-                lines.append([(step, before), end, (nan, nan)])
+                lines.append([(step, before), end, (nan, nan)])  # NaN ends a line in matplotlib
     array = np.array(lines, float).reshape(-1, 3, 2)
     ends = array[:, 1, 1]
     if np.isfinite(ends).any() and not run.metric.higher_is_better:

@@ -106,8 +106,7 @@ def read_run(run_dir: str, shown: str | None = None) -> RunRecords:
     there is no run, RecordError naming file and line when a record is damaged, StorageError when
     the storage cannot be read.
     """
-    problems = check_uri(run_dir, "RUN_DIR")
-    if problems:
+    if problems := check_uri(run_dir, "RUN_DIR"):
         raise JobError(problems, "arguments")
     # Before the lines that they count: a live run writes them after those.
     result = read_record(run_dir, ResultRecord)

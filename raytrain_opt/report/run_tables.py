@@ -74,10 +74,8 @@ def _candidate(candidate: CandidateRecord, metric: Metric, *, several: bool, won
     name = f"{candidate.optimizer if several else ''} {rate(candidate.lr)}".strip()
     if candidate.weight_decay_factor != 1:
         name += f" (weight decay × {plain(candidate.weight_decay_factor)})"
-    is_ok = candidate.status == "ok"
-    result = metric.text(candidate.val_metric) if is_ok else candidate.status
-    text = f"{'★ ' if won else ''}{name} → {result}"
-    return text.replace(" ", "\N{NO-BREAK SPACE}")
+    result = metric.text(candidate.val_metric) if candidate.status == "ok" else candidate.status
+    return f"{'★ ' if won else ''}{name} → {result}".replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def probes_table(run: RunRecords) -> Table:

@@ -1,14 +1,10 @@
 """Start again at a lower peak where a training collapsed.
 
-A full training stays near its peak for many more updates than the candidates that chose it, so a
-peak at which they train may be too high for it: the network ends up guessing, and no lower rate
-revives it.
-
     collapsed   the loss or the weights are not finite; or, in an epoch between a tenth and a
                 quarter of them, the training loss is 0.3 % above the first epoch's
 
 A collapsed training starts from the initial weights, for the epochs that are left; in the second
-half none starts again.
+half none starts again. Why: docs/learning-rate.md.
 """
 
 from __future__ import annotations

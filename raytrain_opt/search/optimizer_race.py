@@ -11,11 +11,9 @@ Each optimizer has a search of its own (see `peak_search`), with candidates of e
 
     U   validation loss of the candidate that hardly trained (the highest, of several optimizers);
         of several optimizers of a classifier, at most the loss of a guess by class frequency
-    L   validation loss of the best candidate
-    e   standard error of L over the samples of the validation split
+    L   validation loss of the best candidate        e   its standard error over the samples
 
-    learned     U - L > max(3 e, 0.01 |U|)
-    better      its L is lower by more than its e
+    learned     U - L > max(3 e, 0.01 |U|)          better      its L is lower by more than its e
 
 A network that hardly trained says nearly the same of every sample, so the standard error of the
 differences, sample by sample, is about e. A fall of less than a hundredth is typical of a network

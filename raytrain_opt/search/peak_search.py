@@ -36,8 +36,7 @@ _FIRST_OFFSETS = (-1, 0, 1)
 TOLERANCE = 0.02
 # The weight of a fine candidate is this power of its gain.
 _GAIN_POWER = 4
-# A usual rate below the peak counts as this many steps of a candidate, in the mean of the
-# logarithms.
+# A lower usual rate counts as this many steps of a candidate in the mean of the logarithms.
 _USUAL_STEPS = 8
 
 # Steps of a fine candidate where the budget allows, or as a part of an epoch; with fewer, single
@@ -132,14 +131,11 @@ class _Stage:
         return min((result.val_loss for result in self.alive.values()), default=math.inf)
 
     def largest(self, tolerance: float) -> int:
-        """Return the largest point whose loss exceeds the lowest by at most this fraction.
-
-        Of losses of zero, which say no more of larger rates, it is the smallest point.
-        """
+        """Return the largest point whose loss exceeds the lowest by at most this fraction."""
         lowest = self.lowest_loss
         limit = lowest + tolerance * abs(lowest)
         points = [point for point, result in self.alive.items() if result.val_loss <= limit]
-        return max(points) if lowest else min(points)
+        return max(points) if lowest else min(points)  # losses of 0 say nothing of larger rates
 
     def beyond_edge(self) -> int | None:
         """Return the point past the edge where the best is; below all points if all diverged."""
@@ -210,8 +206,7 @@ class PeakSearch:
         """
         stage = self._last
         for _ in range(1 + _MAX_EXTENSIONS):
-            request = PeakRequest(self.optimizer, stage.name, points, stage.steps, reason)
-            results = yield request
+            results = yield PeakRequest(self.optimizer, stage.name, points, stage.steps, reason)
             self.tried += results
             stage.results |= zip(points, results, strict=True)
             self.budget.left -= len(points) * stage.steps

@@ -51,8 +51,7 @@ class Stpt(Policy):
         shortest = self.steps(self.epochs)
         if self.alpha_steps(self.epochs) > shortest:
             rule = f"longer than an epoch, which has {shortest} iterations"
-            problem = Problem("learning_rate.alpha", rule, str(self.section.alpha))
-            raise JobError([problem])
+            raise JobError([Problem("learning_rate.alpha", rule, str(self.section.alpha))])
 
     def alpha_steps(self, epoch: int) -> int:
         """Return the steps of a pre-training: alpha itself, or that fraction of the epoch."""
@@ -90,8 +89,7 @@ class Stpt(Policy):
             return self._train_without_search(epoch)
         if history.is_decided(epoch):
             decision, beta = history.decisions[-1], self.steps(epoch) - self.alpha_steps(epoch)
-            lrs = (decision.next_base_lr,) * beta
-            return TrainEpoch(epoch, self.steps.last(epoch, lrs))
+            return TrainEpoch(epoch, self.steps.last(epoch, (decision.next_base_lr,) * beta))
         self._raise_if_all_diverged(epoch, history)
         base_lr = history.latest.next_base_lr if history.latest else self.section.initial
         candidates = tuple(
@@ -128,8 +126,7 @@ class Stpt(Policy):
         self, action: TryCandidates, results: Sequence[CandidateResult], history: History
     ) -> Decision:
         """Choose the highest score; break ties by the multiplier closest to 1.0."""
-        # A loss that is not finite scores minus infinity. The paper does not say what follows if
-        # all do.
+        # A loss that is not finite scores minus infinity; the paper does not say what if all do.
         scores = tuple(map(action.score_of, results))
         if not any(is_finite(score) for score in scores):
             reason = f"all {len(results)} candidates diverged: base rate halved"

@@ -1,8 +1,7 @@
 """Horizon-aware STPT: find the peak of a full schedule, then train with it.
 
-A rate that looks best after a few steps is too small: right after it drops, the loss falls
-because the noise does (Wu et al., ICLR 2018). So candidates are compared at the end of full
-schedules, compressed into few steps:
+A rate that looks best after a few steps is too small (Wu et al., ICLR 2018). So candidates are
+compared at the end of full schedules, compressed into few steps (docs/learning-rate.md):
 
     before epoch 1   search the peak (see `peak_search`), of several optimizers where the job names
                      none (`optimizer_race`). None of these steps are kept.

@@ -1,24 +1,17 @@
 """Weight decay that follows the fit: none at first, more as the network fits its samples.
 
+    E    epochs of the training          S    sum of the rates of all its steps
     f    1 - loss of the last epoch / loss of a network that has hardly trained, 0 .. 1
-    E    epochs of the training
-    S    sum of the rates of all its steps
+    g    fall of the validation loss / fall of the training loss, from a quarter to half of the
+         epochs; the first half of the training leaves the validation split out
+    m    2; 1 for a network that does not normalize channels
 
     decay of the next epoch = f min(10 / S, 10 / S E / 16, 0.2)
 
-With a decoupled weight decay d, weights forget what they were in 1 / (rate x d) steps, so a
-training has S d such times (Wang and Aitchison, arXiv 2405.13698), whatever its length and rate.
-A decay of d keeps the singular values of a matrix that Muon trains, and each weight that AdamW
-trains, below about 1 / d: hence the limit.
-
-A network may also memorize. So the first half of the training leaves the validation split out, and
-scores it twice:
-
-    g    fall of the loss of the validation split / fall of the training loss, both from a quarter
-         to half of the epochs
-
-From then on f is at least m (1 - 3 g), m at most: m is 2, and 1 for a network that does not
-normalize channels, of which a decay makes the outputs smaller. Trials: benchmarks/RESULTS.md.
+From half of the epochs on, f is at least m (1 - 3 g), m at most. A decay of d keeps the singular
+values of a matrix that Muon trains, and each weight that AdamW trains, below about 1 / d: hence
+the limit. All other reasons: docs/optimizers.md; trials: benchmarks/RESULTS.md.
+Source: a training has S d times in which weights forget (Wang and Aitchison, arXiv 2405.13698).
 """
 
 from __future__ import annotations
@@ -58,8 +51,7 @@ class Watch:
         scored, losses = dict(history.validation_losses), history.epoch_losses
         if self.start not in scored or self.end not in scored:
             return 0.0, 0.0
-        learned = losses[self.start - 1] - losses[self.end - 1]
-        return learned, scored[self.start] - scored[self.end]
+        return losses[self.start - 1] - losses[self.end - 1], scored[self.start] - scored[self.end]
 
     def fit(self, history: History, untrained: float) -> float:
         """Return a lower bound of the fit: 0 if held-out samples improve as training samples do.

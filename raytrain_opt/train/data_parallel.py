@@ -173,8 +173,7 @@ class DataParallel(Parallel):
     def after_step(self) -> None:
         """Raise JobError for parameters without a gradient, for which other workers would wait."""
         named = self._model.named_parameters()
-        unused = [name for name, p in named if p.grad is None and p.requires_grad]
-        if unused:
+        if unused := [name for name, p in named if p.grad is None and p.requires_grad]:
             rule = f"parameters get no gradient, for which workers would wait: {listed(unused)}"
             hint = (
                 "name them if the loss never uses them; if layers are left out at random, "
@@ -243,8 +242,7 @@ def _views(bucket: GradBucket, flat: Tensor) -> list[Tensor]:
 def _add_to(
     views: Sequence[Tensor], node: dict[Any, Tensor], parameters: Sequence[Tensor]
 ) -> None:
-    pairs = [(v, node[p]) for v, p in zip(views, parameters, strict=True) if p in node]
-    if pairs:
+    if pairs := [(v, node[p]) for v, p in zip(views, parameters, strict=True) if p in node]:
         torch._foreach_add_([view for view, _ in pairs], [value for _, value in pairs])
 
 

@@ -69,8 +69,7 @@ class Evaluator:
         recorder = None
         if split == "test" and isinstance(self.task, Classification):
             recorder = PredictionRecorder(self.model)
-        batches = self.data.eval_batches(split, rank, world_size, batch_size)
-        for done, batch in enumerate(batches):
+        for done, batch in enumerate(self.data.eval_batches(split, rank, world_size, batch_size)):
             on_step(done, total)
             self.seed(f"{split} {rank} {done}")
             values = None

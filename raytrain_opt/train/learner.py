@@ -78,7 +78,9 @@ class Learner:
         )
         with seeded(f"{config.seed} task", device):
             self.task = build_task(config.task, config.loss, self.info, device)
-        self.model = self._build_model()
+        self.model = config.build_model(self.info).to(device)
+        batch_norm.set_momentum(self.model, config.batch_norm.momentum)
+        batch_norm.freeze_statistics(self.model, config.model.freeze)
         names = find_metric_names(self.task, self.model, self.data.first_samples("train"))
         self._evaluator = Evaluator(
             self.model, self.task, names, self.data, self.autocast, self._seed, self._attempt
@@ -90,24 +92,13 @@ class Learner:
         self._batches: Iterator[Batch]
         self._begin_phase(1, MicroBatches.all(1))
 
-    def _build_model(self) -> nn.Module:
-        model = self.config.build_model(self.info).to(self.device)
-        batch_norm.set_momentum(model, self.config.batch_norm.momentum)
-        batch_norm.freeze_statistics(model, self.config.model.freeze)
-        return model
-
     @property
     def info(self) -> DataInfo:
         return self.data.info
 
     def state(self, *, copy: bool) -> TrainingState:
-        return capture(
-            self.model,
-            self.optimizer,
-            self.scaler,
-            copy=copy,
-            optimizer_index=self._optimizer_index,
-        )
+        index = self._optimizer_index
+        return capture(self.model, self.optimizer, self.scaler, copy=copy, optimizer_index=index)
 
     def load(self, state: TrainingState) -> None:
         self._use_optimizer(state.optimizer_index)
@@ -217,8 +208,7 @@ class Learner:
             phase.data_wait_s += monotonic_s() - requested_s
             self._seed(f"{phase.epoch} {step} {index}")
             with parallel.accumulate(index), self._attempt(parallel.finish_backward):
-                loss_sum = self._accumulate(batch, parallel.divisor)
-                phase.losses[-1][index] = loss_sum
+                phase.losses[-1][index] = self._accumulate(batch, parallel.divisor)
             phase.samples += batch.size
             phase.skipped += batch.skipped
         parallel.end_backward()
@@ -296,9 +286,8 @@ class Learner:
 
         `on_step` is called before each batch with the numbers of completed and of all batches.
         """
-        totals = self._evaluator.evaluate(
-            split, rank, world_size, self.config.eval_batch_size, on_step
-        )
+        batch_size = self.config.eval_batch_size
+        totals = self._evaluator.evaluate(split, rank, world_size, batch_size, on_step)
         return replace(totals, failure=describe(self._phase.failure))
 
     def add_ranks(self, part: EvalTotals) -> EvalTotals:
@@ -325,7 +314,8 @@ class Learner:
 
     def _recalibrate(self, count: int) -> None:
         epoch, parallel = self._phase.epoch, self.parallel
-        steps = range(min(count, self._epoch_size // self._global_batch_size(epoch)))
+        size = self.info.search_size if self._phase.search else self.info.train_size
+        steps = range(min(count, size // self._global_batch_size(epoch)))
         batches = self.micro_batches_at(product(steps, parallel.indices))
 
         def forward(step: int) -> None:
@@ -339,10 +329,6 @@ class Learner:
         # With the momenta of cumulative averages the model would be compiled again.
         with self.autocast(), eager(self.model):
             batch_norm.recalibrate(self.model, [partial(forward, step) for step in steps])
-
-    @property
-    def _epoch_size(self) -> int:
-        return self.info.search_size if self._phase.search else self.info.train_size
 
     def _global_batch_size(self, epoch: int) -> int:
         return self.config.global_batch_size * ramp_factor(self.config.batch_ramp, epoch)

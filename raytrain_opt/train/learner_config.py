@@ -60,23 +60,18 @@ class LearnerConfig:
 
     @classmethod
     def from_job(cls, job: Job) -> LearnerConfig:
-        values: dict[str, Any] = {
-            field.name: getattr(job, field.name, None) for field in fields(cls)
-        }
+        values: dict[str, Any] = {f.name: getattr(job, f.name, None) for f in fields(cls)}
         values["worker_count"] = job.workers.size
         values["eval_batch_size_per_worker"] = job.evaluate.batch_size_per_worker
         return cls(**values)
 
     def named(self, *sections: str) -> LearnerConfig:
         """Return the settings with names only, in these sections, of functions and objects."""
-        values = {section: getattr(self, section) for section in sections}
-        return replace(
-            self,
-            **{
-                section: value.model_copy(update={"name": function_name(value.name)})
-                for section, value in values.items()
-            },
-        )
+        changes: dict[str, Any] = {}
+        for name in sections:
+            section = getattr(self, name)
+            changes[name] = section.model_copy(update={"name": function_name(section.name)})
+        return replace(self, **changes)
 
     def build_model(self, info: DataInfo) -> nn.Module:
         """Build the network for these data, on the CPU; see `models.build_model`."""

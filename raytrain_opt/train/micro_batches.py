@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 from raytrain_opt.train.step_timer import step_timer_for
 
-# Of a step's time. A smaller gain is noise of the measured speeds, and other shares cost the
-# loaders a new start.
+# Of a step's time. A smaller gain is noise, and other shares cost the loaders a new start.
 _WORTH = 0.05
 # Weight of the latest measurement: a slow second must not change the shares of a minute.
 _SMOOTHING = 0.5

@@ -65,9 +65,9 @@ def fit_pretrained(
 
     The head is the one layer whose tensors differ in their first axis only, which is
     `num_classes` in the network. BatchNorm's counts may be missing; torchvision's old names and
-    auxiliary heads fit as well. A prefix that all names have
-    is removed where none fits with it (`foreign_prefix`). Tensors that are one in the network need
-    one name. Raises JobError naming the tensors that do not fit.
+    auxiliary heads fit as well. A prefix that all names have is removed where none fits with it
+    (`foreign_prefix`). Tensors that are one in the network need one name. Raises JobError naming
+    the tensors that do not fit.
     """
     prefix = foreign_prefix(own, pretrained)
     pretrained = {name.removeprefix(prefix): tensor for name, tensor in pretrained.items()}

@@ -89,10 +89,7 @@ def find_weights(run: str | Path, argument: str) -> SavedWeights:
 
 
 def _find_single(path: Path, argument: str) -> SavedWeights | None:
-    """Return the checkpoint whose folder, or whose weights in it, the path is.
-
-    Raises JobError or CheckpointError if the index beside the folder does not have these weights.
-    """
+    """Return the checkpoint whose folder, or whose weights in it, the path is; check the index."""
     path = path.resolve()
     folder = path.parent if path.name == WEIGHTS else path
     is_moved, saved = folder.parent.name != "checkpoints", dict[str, Checkpoint]()

@@ -40,8 +40,7 @@ class _Published(ABC):
 
     def propose(self, history: Sequence[Probe]) -> ProbeRequest | BatchSizeChoice:
         """Propose or choose a size. Raises ResourcesError: nothing fits, or no utilization."""
-        request = self.bounds.request_first_fit(history, self.section.initial)
-        if request is not None:
+        if request := self.bounds.request_first_fit(history, self.section.initial):
             return request
         loops, largest = self.bounds.fitting(history), self.bounds.largest_open(history)
         size, last = loops[-1].batch_size, history[-1].batch_size

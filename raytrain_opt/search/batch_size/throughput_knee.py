@@ -15,8 +15,8 @@ Sizes grow at most by a factor of 4. After a size that did not fit, the interval
 bisected (in the logarithm), while sizes in it may be faster by more than the tolerance.
 
 The model: a step of b samples has a fixed cost c (kernel launches, update, communication) and a
-cost k for each sample, padding included: w is b rounded up to a multiple of the tile. If the two
-costs add up, the step takes c + k w seconds; if they overlap, the longer of the two. So
+cost k for each sample, padding included: w is b rounded up to a multiple of the tile. The two
+costs may add up (c + k w seconds) or overlap (the longer of the two). So
 
     log samples/s = level + log(b / w) - log(1 + (h / w) ^ p) / p + deviation,    h = c / k
 
@@ -156,16 +156,14 @@ class ThroughputKnee:
 
     def propose(self, history: Sequence[Probe]) -> ProbeRequest | BatchSizeChoice:
         """Propose the next size, or choose the knee. Raises ResourcesError if 1 does not fit."""
-        request = self.bounds.request_first_fit(history, self.section.initial)
-        if request is not None:
+        if request := self.bounds.request_first_fit(history, self.section.initial):
             return request
         measured = self.bounds.fitting(history)
         posterior = _Posterior.from_measurements(measured, self.bounds.largest_open(history))
         if len(history) >= _MAX_PROBES:
             size = posterior.knee(self.section.tolerance, only_measured=True)
-            return BatchSizeChoice(
-                size, f"stopped after {_MAX_PROBES} probes: {posterior.describe(size)}"
-            )
+            reason = f"stopped after {_MAX_PROBES} probes: {posterior.describe(size)}"
+            return BatchSizeChoice(size, reason)
         return self._decide(posterior, self.bounds.smallest_excluded(history))
 
     def _decide(
@@ -219,11 +217,8 @@ class _Posterior:
         return next((p.error for p in self.points if p.batch_size == size), math.inf)
 
     def knee(self, tolerance: float, *, only_measured: bool = False) -> int:
-        """Return the smallest size that loses at most `tolerance` on the median curve.
-
-        The median is taken for each size: the maximum of a single curve is the largest of many
-        uncertain values, and therefore too optimistic.
-        """
+        """Return the smallest size that loses at most `tolerance` on the median curve."""
+        # Of each size: the maximum of a single curve, of many uncertain values, is too optimistic.
         median = np.median(self.curves, axis=0)
         if only_measured:
             median[[math.isinf(self.error(size)) for size in self.sizes]] = -np.inf
@@ -263,10 +258,8 @@ def _log_loss(fraction: float) -> float:
 
 
 def _candidate_sizes(measured: Sequence[int], largest: int) -> tuple[int, ...]:
-    """Return powers of two, midpoints from 3 tiles on, measured sizes and the largest; ascending.
-
-    1 is one only if nothing else fits: BatchNorm1d cannot be trained with one sample.
-    """
+    """Return powers of two, midpoints from 3 tiles on, measured sizes, and the largest; sorted."""
+    # Without 1, unless nothing else fits: BatchNorm1d cannot be trained with one sample.
     powers = {2**i for i in range(1, largest.bit_length())}
     midpoints = {size // 2 * 3 for size in powers if size >= 2 * _TILE}
     ends = {largest} | {largest - largest % tile for tile in (8, _TILE) if largest > tile}
