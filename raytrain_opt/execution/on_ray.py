@@ -39,6 +39,9 @@ from raytrain_opt.train.learner_config import OBJECT_SECTIONS
 if TYPE_CHECKING:
     from raytrain_opt.data.factory import SharedData
 
+# Ray ends its processes within a second, and kills each kind that has not ended after ten.
+_RAY_END_S = 30.0
+
 
 @contextmanager
 def open_on_ray(
@@ -62,7 +65,7 @@ def open_on_ray(
         stack.callback(wait, [backend.reading], limits.stop_s)
         terminal.phase("starting Ray")
         # Half a Ray cannot be shut down: its processes end with this one.
-        with stop.deferred(limits.start_s):
+        with stop.deferred(limits.start_s), stop.ended_within(limits.stop_s):
             backend.owns_ray = stack.enter_context(session)
         if not backend.owns_ray:
 
@@ -72,7 +75,11 @@ def open_on_ray(
 
             stack.enter_context(watch_preemption(on_notice))
         frontend.startup.mark("ray_connected_s")
-        yield backend
+        try:
+            yield backend
+        finally:
+            with stop.ended_within(_RAY_END_S + limits.stop_s):
+                stack.close()
 
 
 class RayBackend:

@@ -68,6 +68,45 @@ class StopRequest:
             raise self.error
 
     @contextmanager
+    def ended_within(self, limit_s: float) -> Iterator[None]:
+        """End this process if the block has not ended `limit_s` seconds after a signal.
+
+        For code in C++ that may wait: Python's handlers run in the main thread after it only.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        ended = threading.Event()
+        watch = threading.Thread(target=self._end, args=(reader, ended, limit_s), daemon=True)
+        watch.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            signal.set_wakeup_fd(previous)
+            os.write(writer, b"\0")
+            watch.join()
+            os.close(reader)
+            os.close(writer)
+
+    def _end(self, reader: int, ended: threading.Event, limit_s: float) -> None:
+        """Read numbers of signals from the pipe, 0 at the end of the block."""
+        error = self.error
+        while error is None:
+            [number] = os.read(reader, 1)
+            if not number:
+                return
+            if number in _STOPPING:
+                error = _to_error(number)
+        if not ended.wait(limit_s):
+            text = f"Ray did not answer for {limit_s:g} s; {self.describe(error)}"
+            print(text, file=sys.stderr, flush=True)
+            os._exit(0 if self.finished else exit_code(error))
+
+    @contextmanager
     def raised(self) -> Iterator[None]:
         """Let the error leave the block as it was made, where Ray raises one of its own."""
         try:

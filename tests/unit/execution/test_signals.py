@@ -121,6 +121,55 @@ def test_ctrl_c_stays_ignored_where_it_was() -> None:
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("hangs", ["at the start", "at the end"])
+def test_a_signal_ends_code_that_python_cannot_interrupt(
+    hangs: str, number: signal.Signals, code: int
+) -> None:
+    text = f"""
+import ctypes, signal, time
+from raytrain_opt.execution.signals import stop_on_signals
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+def hang():
+    mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+    print("ready", flush=True)
+    while True:
+        libc.pthread_mutex_lock(mutex)
+with stop_on_signals() as stop:
+    stop.advice = lambda: "resume with: X"
+    with stop.deferred(60), stop.ended_within(0.2):
+        {hangs == "at the start"} and hang()
+    try:
+        signal.raise_signal({number:d})
+    finally:
+        with stop.ended_within(0.2):
+            hang()
+"""
+    command = [sys.executable, "-c", text]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            if hangs == "at the start":
+                process.send_signal(number)
+            assert process.wait(30) == code
+            assert process.stdout.read().endswith("resume with: X\n")
+        finally:
+            process.kill()
+
+
+def test_a_block_that_ends_in_time_ends_as_before() -> None:
+    def run() -> None:
+        with stop_on_signals() as stop, stop.deferred(60), stop.ended_within(60):
+            signal.raise_signal(signal.SIGALRM)
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(Terminated):
+        run()
+    assert signal.set_wakeup_fd(-1) == -1
+
+
 HANGS = {
     "sleep": "time.sleep(60)",
     "catches errors": "[caught() for _ in iter(int, 1)]",
