@@ -51,13 +51,17 @@ class Recorder:
         from tensorboardX.event_file_writer import EventsWriter
 
         self.paths = paths
+        self._sizes: dict[str, int] = {}  # of the files that were appended to
         with storage_errors(f"{paths.tensorboard} cannot be written"):
             paths.tensorboard.mkdir(exist_ok=True)
             self._scalars = EventsWriter(str(paths.tensorboard / "events"))
 
     def add(self, *records: Record) -> None:
         """Append lines. A resumed run keeps all events and phases: they are its history."""
-        append(self.paths.local, *records)
+        for record in records:
+            self._check_size(record)
+            append(self.paths.local, record)
+            self._sizes[record.file] = self._size(record)
 
     def epoch(self, record: EpochRecord, step: int) -> None:
         """Write a line of epochs.jsonl, and its finite values for TensorBoard."""
@@ -76,7 +80,21 @@ class Recorder:
 
     def read(self, kind: type[R]) -> list[R]:
         """Return the lines of a record file so far."""
+        self._check_size(kind)
         return read_lines(str(self.paths.local), kind)
+
+    def _size(self, record: Record | type[Record]) -> int:
+        path = self.paths.local / record.file
+        return path.stat().st_size if path.exists() else 0
+
+    def _check_size(self, record: Record | type[Record]) -> None:
+        """Raise StorageError if the file has lost lines since this run wrote to it."""
+        if self._size(record) < self._sizes.get(record.file, 0):
+            path = self.paths.local / record.file
+            rule = f"{path} was removed or cut while the run wrote to it: is something cleaning up"
+            raise StorageError(
+                f"{rule} there? predict and evaluate read checkpoints that are left"
+            )
 
     def end_s(self, partial_s: float) -> float:
         """Return the end of `partial_s` after the last epoch, or the last event if it is later."""
@@ -89,6 +107,7 @@ class Recorder:
         for path, lines in check_records(self.paths.local, rounds, epochs).items():
             if path.exists():
                 write_bytes(path, b"".join(line + b"\n" for line in lines))
+                self._sizes[path.name] = path.stat().st_size
 
     def close(self) -> None:
         """Close the file of TensorBoard; a second call does nothing."""

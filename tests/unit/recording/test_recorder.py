@@ -143,6 +143,19 @@ def test_lines_after_the_last_checkpoint_are_removed(
     assert lines(paths.local / "epochs.jsonl")[-1]["epoch"] == 9
 
 
+@pytest.mark.parametrize("lost", ["epochs.jsonl", "."])
+def test_records_that_are_removed_during_the_run_end_it(
+    recorder: Recorder, paths: RunPaths, lost: str
+) -> None:
+    add_epoch(recorder, 1)
+    for path in paths.local.rglob("*.jsonl" if lost == "." else lost):
+        path.unlink()
+    with pytest.raises(StorageError, match=r"epochs\.jsonl was removed or cut while"):
+        recorder.epoch(epoch(2), 2)
+    with pytest.raises(StorageError, match=r"epochs\.jsonl was removed or cut while"):
+        recorder.read(EpochRecord)
+
+
 @pytest.mark.parametrize("torn", ['{"schema_version": 1, "epo', "\0" * 40])
 def test_a_line_cut_off_by_a_full_disk_is_removed_before_the_next(
     recorder: Recorder, paths: RunPaths, torn: str
