@@ -24,8 +24,8 @@ def write_shards(
     """Pack every folder below `folder` into shards below `output`, a folder or a URI.
 
     The samples are shuffled once, so that each shard has all classes. Returns the pattern of each
-    folder's shards. Raises DataError for folders without images or with different classes;
-    StorageError.
+    folder's shards. Raises DataError for folders without images or with different classes, and for
+    an output with shards that would stay; StorageError.
     """
     patterns: list[str] = []
     sets: dict[str, ImageFiles] = {}
@@ -44,6 +44,10 @@ def write_shards(
     for note in left_out_note(left_out):
         on_shard(note)
     shards = {name: _divide(files, max_bytes) for name, files in sets.items()}
+    written = {f"{name}-{n:06}.tar" for name, parts in shards.items() for n in range(len(parts))}
+    if others := sorted(_shards_in(output) - written):
+        rule = f"holds {len(others)} shards of another set, as {others[0]}"
+        raise DataError(output, f"{rule}; remove them, or choose an empty folder")
     if sets:
         storage.write(output, CLASSES, "\n".join(classes).encode())
     for name, parts in shards.items():
@@ -53,6 +57,14 @@ def write_shards(
             on_shard(shard)
         patterns.append(storage.join(output, f"{name}-{{000000..{len(parts) - 1:06}}}.tar"))
     return patterns
+
+
+def _shards_in(output: str) -> set[str]:
+    if not storage.is_remote(output):
+        return {path.name for path in storage.local_path(output).glob("*.tar")}
+    with storage.storage_errors(f"{output} cannot be read"):
+        objects = obstore.list_with_delimiter(storage.open_store(output))["objects"]
+    return {found["path"] for found in objects if found["path"].endswith(".tar")}
 
 
 def _divide(files: ImageFiles, max_bytes: int) -> list[list[int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import os
 import pickle
+import shutil
 import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -93,6 +94,23 @@ def test_shards_hold_the_images_of_their_folder(image_tree: Path, local: ShardsD
         shards.first_samples("test")
     assert pixels(one) == pixels(other)
     assert sorted(y for batch in one for y in batch.y.tolist()) == [0, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("where", ["folder", "URI"])
+def test_two_sets_are_never_mixed(
+    image_tree: Path, tmp_path: Path, s3: S3Server, where: str
+) -> None:
+    """Packing again replaces a set, but not if shards of the earlier one would stay."""
+    output = s3.new_uri() if where == "URI" else f"{tmp_path}-shards"
+    shards, _ = pack(image_tree, output)
+    before = storage.read(output, "train-000000.tar")
+    with pytest.raises(DataError, match=r"holds \d+ shards of another set, as train-000001\.tar"):
+        write_shards(image_tree, output, 2**30, lambda _: None)
+    assert storage.read(output, "train-000000.tar") == before
+    assert pack(image_tree, output)[0] == shards
+    shutil.rmtree(image_tree / "val")
+    with pytest.raises(DataError, match=r"holds .* shards of another set, as val-000000\.tar"):
+        pack(image_tree, output)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -216,9 +234,13 @@ LINK = header("b.cls", 0, tarfile.SYMTYPE)
         (members({"a.jpg": b"", "a.cls": b"9" * 24}), "a.cls must hold .*'9999"),
         (members({"a.jpg": b""}, end=header("a.cls", 20 * 2**30)), "a.cls must be a plain file"),
         (members(SAMPLE, end=LINK), "b.cls must be a plain file"),
+        (members(SAMPLE, end=header("b.jpg", -2048)), "a member of -2048 bytes"),
+        (header("x", 20 * 2**30, tarfile.XHDTYPE) + members(SAMPLE), "a header of 214"),
+        (header("x", 2**40, tarfile.GNUTYPE_LONGNAME) + members(SAMPLE), "a header of 109"),
         (header("x", 512, tarfile.XHDTYPE) * 5000, "is damaged or compressed"),
         # A copy that ended early often ends between two members, where a tar looks complete.
         (members(SAMPLE, end=b""), "it was cut off"),
+        (members(SAMPLE) + members({"b.jpg": b"", "b.cls": b"0"}), "another tar follows it"),
     ],
 )
 def test_a_shard_that_cannot_be_used_is_refused_with_the_reason(
@@ -227,7 +249,7 @@ def test_a_shard_that_cannot_be_used_is_refused_with_the_reason(
     """As fast as its beginning is read: a header may claim any size, and so may a sparse file."""
     shard = tmp_path / "shards" / "train-000001.tar"
     shard.write_bytes(content)
-    if not message.endswith("cut off"):
+    if not message.endswith(("cut off", "follows it")):
         os.truncate(shard, len(content) + 2**36)
     with (
         pytest.raises(DataError, match=rf"data\.train: .*train-000001\.tar.*{message}"),
@@ -268,15 +290,20 @@ def test_the_index_of_a_shard_that_was_written_again_is_not_believed(
             assert changed[1 - label] == 1
 
 
-@pytest.mark.parametrize("content", [b"x", b"%s\n" + bytes(23)])
+@pytest.mark.parametrize("content", [b"x", b"%s\n" + bytes(23), "outside", "below"])
 def test_an_index_that_is_damaged_is_not_believed(
-    local: ShardsData, tmp_path: Path, content: bytes
+    local: ShardsData, tmp_path: Path, content: bytes | str
 ) -> None:
     with open_data(local) as data:
         expected = pixels(epoch(data))
     path = tmp_path / "shards" / "train-000001.tar.index"
-    version, _, _ = path.read_bytes().partition(b"\n")
-    path.write_bytes(content.replace(b"%s", version))
+    version, _, rows = path.read_bytes().partition(b"\n")
+    index = np.frombuffer(rows, "<i8").copy()
+    index[0] = -1 if content == "below" else 10**12
+    if isinstance(content, bytes):
+        path.write_bytes(content.replace(b"%s", version))
+    else:
+        path.write_bytes(version + b"\n" + index.tobytes())
     with open_data(local) as data:
         assert pixels(epoch(data)) == expected
 
