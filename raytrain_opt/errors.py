@@ -14,6 +14,7 @@ from typing import Any
 _ESCAPED = ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp")
 # Folders of code that is not the user's.
 _LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib", "scripts")]
+_SHARED = "/dist-packages/"  # of the system, which a virtual environment may see
 _FOREIGN = ("<frozen", *(f"{path}/" for path in (os.path.dirname(__file__), *_LIBRARIES)))
 
 
@@ -34,7 +35,7 @@ def origin(error: BaseException) -> str:
 
 def user_frame(frames: Sequence[traceback.FrameSummary]) -> str:
     """Return file, line and function of the innermost code of the user, else of any code."""
-    user = [frame for frame in frames if not frame.filename.startswith(_FOREIGN)]
+    user = [f for f in frames if not f.filename.startswith(_FOREIGN) and _SHARED not in f.filename]
     return "".join(f"{f.filename}:{f.lineno} in {f.name}" for f in (user or frames)[-1:])
 
 

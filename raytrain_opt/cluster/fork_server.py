@@ -47,10 +47,10 @@ _LONGEST_SOCKET_PATH = 107  # in bytes, on Linux
 def fork_server() -> Iterator[dict[str, str]]:
     """Keep a server for the time of the block; yield what clients need in their environment.
 
-    The server ends with this process, also when it is killed. None is started when the user set
-    the variable to 0.
+    The server ends with this process, also when it is killed. None is started where forks of a
+    process with threads are not safe (macOS), and when the user set the variable to 0.
     """
-    if os.environ.get(SOCKET_VARIABLE) == "0":
+    if sys.platform != "linux" or os.environ.get(SOCKET_VARIABLE) == "0":
         yield {}
         return
     with TemporaryFolder(_LONGEST_SOCKET_PATH - len("/socket")) as folder:
