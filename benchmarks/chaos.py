@@ -68,7 +68,7 @@ from typing import Any
 import obstore
 import psutil
 
-from benchmarks.chaos_faults import NODE_ROLES, ROLES, Nodes, disturb_once, new_folder
+from benchmarks.chaos_faults import NODE_ROLES, NOTICE_S, ROLES, Nodes, disturb_once, new_folder
 from benchmarks.common import machine, run_digest
 from raytrain_opt import storage
 from raytrain_opt.clock import monotonic_s
@@ -330,6 +330,10 @@ def disturb(run: Run, chance: random.Random, undisturbed: Outcome) -> None:
 def _disturb_once(run: Run, command: subprocess.Popen[bytes], chance: random.Random) -> bool:
     if command.poll() is not None:
         return False
+    if run.nodes and run.outcome.role == "preempted_node":
+        if not run.nodes.machines.preempt_one_with_a_worker(NOTICE_S):
+            return False
+        sleep(NOTICE_S)
     run.outcome.lost_s = max(run.outcome.lost_s, run.unsaved_s())
     return disturb_once(run, command, chance)
 

@@ -31,8 +31,10 @@ TITLES = {
     "mailbox": "ray::Mailbox",
     "launcher": "ray::PoolLauncher",
 }
-NODE_ROLES = ("node", "hung_node")
+NODE_ROLES = ("node", "hung_node", "preempted_node")
 ROLES = (*TITLES, "driver", "sigterm", "connection", "full_disk", "clock", "storage", *NODE_ROLES)
+# Of a preemption, as clouds give it.
+NOTICE_S = 10
 # The longest error of a clock.
 CLOCK_ERROR_S = 10 * 86400
 # Bytes of the small file system: a run of the quickstart needs a tenth.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from contextlib import suppress
 from typing import Any
 
@@ -18,6 +19,7 @@ class Machines:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster, self._nodes = cluster, list[Any]()
         self._hung: list[tuple[Any, list[psutil.Process]]] = []
+        self._preempted: Any = None
 
     def add(self, count: int) -> None:
         """Start nodes."""
@@ -25,18 +27,35 @@ class Machines:
             node = self._cluster.add_node(num_cpus=1, resources={"place": 1})
             self._nodes.append(node)
 
+    def preempt_one_with_a_worker(self, notice_s: int) -> bool:
+        """Give notice that a node will end, as a cloud does; `end_one_with_a_worker` ends it.
+
+        Returns False if no node has a worker.
+        """
+        self._preempted = self._one_with_a_worker()
+        if self._preempted is not None:
+            notice = f"--deadline-remaining-seconds={notice_s} --reason-message=spot"
+            reason = f"--reason=DRAIN_NODE_REASON_PREEMPTION --node-id={self._preempted.node_id}"
+            address = f"--address={self._cluster.address}"
+            command = ["ray", "drain-node", address, *reason.split(), *notice.split()]
+            subprocess.run(command, check=True, capture_output=True)
+        return self._preempted is not None
+
+    def _one_with_a_worker(self) -> Any:
+        for node in self._nodes:
+            if any("ray::RayTrainWorker" in _title(process) for process in _processes(node)):
+                return node
+        return None
+
     def end_one_with_a_worker(self, *, hang: bool = False) -> str | None:
         """End a node as a power failure does: nothing on it can report its end.
 
         `hang`: stop its processes instead; its connections stay open. Returns Ray's identity of
         the node; None if no node has a worker.
         """
-        for node in self._nodes:
-            processes = _processes(node)
-            if any("ray::RayTrainWorker" in _title(process) for process in processes):
-                break
-        else:
+        if (node := self._preempted or self._one_with_a_worker()) is None:
             return None
+        self._preempted, processes = None, _processes(node)
         self._nodes.remove(node)
         if hang:
             self._hung.append((node, processes))
