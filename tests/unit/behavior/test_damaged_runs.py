@@ -258,3 +258,13 @@ def test_a_folder_that_is_a_link_is_neither_written_nor_cleaned(
     with pytest.raises(JobError, match=f"--resume: {folder} is a link.*move {elsewhere} to"):
         resume(str(unfinished))
     assert (tree(unfinished), tree(elsewhere)) == before
+
+
+def test_a_checkpoint_that_the_index_does_not_name_is_refused(finished: Path) -> None:
+    orphan = finished / "checkpoints/epoch-0003"
+    shutil.copytree(finished / "checkpoints/epoch-0002", orphan)
+    with pytest.raises(JobError, match="not among the complete checkpoints"):
+        load_model(orphan)
+    moved = Path(shutil.copytree(orphan, finished.parent / "moved"))
+    (finished.parent / "index.json").write_text("{}")  # of something else
+    load_model(moved)

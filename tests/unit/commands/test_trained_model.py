@@ -335,3 +335,9 @@ def test_a_network_that_exports_wrongly_writes_no_file(
     with pytest.raises(RaytrainOptError, match="computes something else"):
         export(model, "safetensors", str(tmp_path / "model"))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_that_was_not_kept_names_those_that_were(tmp_path: Path) -> None:
+    checkpoints = trained(tmp_path, epochs=3, evaluate={"every_epochs": 3}) + "/checkpoints"
+    with pytest.raises(JobError, match=r"complete checkpoints: epoch-0002, epoch-0003 \(given"):
+        load_model(f"{checkpoints}/epoch-0001")

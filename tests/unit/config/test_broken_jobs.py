@@ -11,6 +11,7 @@ from raytrain_opt.config.error_messages import SectionError
 from raytrain_opt.config.load import parse_job
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem
+from raytrain_opt.execution.check import check_sections
 
 GOOD = {
     "model": "model: resnet8",
@@ -288,3 +289,36 @@ def test_a_broken_rule_reaches_another_process() -> None:
     error = SectionError([Problem("optimizer", "is wrong")])
     copy = pickle.loads(pickle.dumps(error))
     assert (str(copy), copy.problems) == (str(error), error.problems)
+
+
+def test_other_sections_are_checked_beyond_the_schema_too() -> None:
+    lines = {
+        **GOOD,
+        "model": "model: resnet9",
+        "data": "data: 'no_such_module:data'",
+        "epochs": "epochs: 0",
+        "optimizer": "optimizer: SDG",
+        "loss": "loss: cros_entropy",
+        "learning_rate": "learning_rate: {policy: stp}",
+    }
+    with pytest.raises(JobError) as caught:
+        parse_job("\n".join(lines.values()), check_sections=check_sections)
+    assert [problem.path for problem in caught.value.problems] == [
+        "epochs",
+        "learning_rate.policy",
+        "model.name",
+        "data.name",
+        "optimizer.name",
+        "loss.name",
+    ]
+
+
+def test_a_section_that_breaks_the_schema_is_reported_once() -> None:
+    text = "\n".join({**GOOD, "model": "model: {nam: resnet9}", "data": "data: cifra10"}.values())
+    with pytest.raises(JobError) as caught:
+        parse_job(text, check_sections=check_sections)
+    assert [problem.path for problem in caught.value.problems] == [
+        "model.name",
+        "model.nam",
+        "data.name",
+    ]

@@ -187,3 +187,8 @@ def broken() -> nn.Module:
 def test_a_users_function_without_a_usable_model_is_an_error(function: Any, message: str) -> None:
     with pytest.raises(JobError, match=message):
         build(function)
+
+
+def test_torchvision_models_with_an_auxiliary_head_return_one_tensor() -> None:
+    model = build("googlenet", (3, 64, 64))
+    assert model(torch.randn(2, 3, 64, 64)).shape == (2, 10)

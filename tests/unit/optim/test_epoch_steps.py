@@ -6,7 +6,7 @@ import pytest
 
 from raytrain_opt.config.updates import RampStep
 from raytrain_opt.errors import JobError
-from raytrain_opt.optim.epoch_steps import epoch_steps, ramp_factor
+from raytrain_opt.optim.epoch_steps import EpochSteps, epoch_steps, ramp_factor
 
 RAMP = [RampStep(epoch=3, factor=2), RampStep(epoch=5, factor=6)]
 
@@ -33,3 +33,9 @@ def test_a_batch_larger_than_the_data_names_its_field() -> None:
         epoch_steps(40, 8, RAMP)
     with pytest.raises(JobError, match="global_batch_size.*7 samples"):
         epoch_steps(7, 8)
+
+
+@pytest.mark.parametrize("steps", [epoch_steps(103, 8, RAMP), EpochSteps(5), EpochSteps(5, ())])
+def test_updates_before_an_epoch_are_the_sum_of_all_earlier_epochs(steps: EpochSteps) -> None:
+    for epoch in range(1, 9):
+        assert steps.before(epoch) == sum(steps(earlier) for earlier in range(1, epoch))

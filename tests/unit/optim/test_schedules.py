@@ -173,3 +173,8 @@ def test_a_warmup_in_updates_is_one_of_epochs_where_both_are_equally_long() -> N
     assert epochs == steps
     assert shorter[15] == 0.1 > epochs[15]
     assert epochs[0] == pytest.approx(0.005)  # a twentieth by default
+
+
+def test_arc_cotangent_keeps_its_precision_far_from_e() -> None:
+    section = policy("arc_cotangent", math.pi, half_epoch=1, steepness=1.0)
+    assert lr_at(section, 1e12 + 1, steps=4, steps_per_epoch=1) == pytest.approx(1e-12, rel=1e-12)

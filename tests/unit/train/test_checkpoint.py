@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from raytrain_opt.config.schema import CheckpointSection
-from raytrain_opt.errors import StorageError
+from raytrain_opt.errors import JobError, StorageError
 from raytrain_opt.storage import remove_tree
 from raytrain_opt.train import checkpoint as checkpoint_module
 from raytrain_opt.train.checkpoint import (
@@ -307,3 +307,11 @@ def test_an_index_can_neither_leave_out_a_file_nor_name_a_folder_elsewhere(tmp_p
     again.save(Point(2), trained(), {}, None)
     assert folders(tmp_path) == ["checkpoints", "mine"]
     assert folders(folder) == ["epoch-0002"]
+
+
+def test_an_optimizer_that_could_not_be_read_back_is_not_saved(tmp_path: Path) -> None:
+    state = trained()
+    state.param_groups[0]["folder"] = tmp_path
+    with pytest.raises(JobError, match=r"optimizer\.name: .* pathlib.*Path.* a resume"):
+        open_checkpoints(tmp_path).save(Point(3), state, PROGRESS, 0.5)
+    assert read_index(tmp_path) == []
