@@ -108,11 +108,7 @@ def start_state(job: Job) -> TrainingState:
 
 
 def asynchronous(
-    workers: Sequence[Any],
-    handles: ServerHandles,
-    state: Any,
-    steps: int,
-    clocks: Sequence[Clock],
+    workers: Sequence[Any], handles: ServerHandles, state: Any, steps: int, clocks: Sequence[Clock]
 ) -> float:
     """Return the seconds of an asynchronous phase; `clocks`: of each worker's micro-batches."""
     phase = EpochPhase(f"{monotonic_s()}", 1, Steps(0, (0.01,) * steps), len(workers), None)

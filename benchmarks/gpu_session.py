@@ -104,10 +104,7 @@ PARTS = {
     "muon": _step("muon"),
     "ray": _run(0.8, "quickstart", "workers.count=1"),
     "async": _run(
-        0.8,
-        "quickstart",
-        "parallel.mode=async",
-        "workers.resources={CPU: 1, GPU: 0.3}",
+        0.8, "quickstart", "parallel.mode=async", "workers.resources={CPU: 1, GPU: 0.3}"
     ),
     "vit": _train("vit_s_224", 4, "--variants", "plain_tuned", "learner"),
     "batch": Part(

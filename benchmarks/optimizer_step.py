@@ -140,11 +140,7 @@ def _with_gradients(make: Make, device: torch.device) -> Any:
 
 
 def take_turns(
-    works: dict[str, Work],
-    rounds: int,
-    repetitions: int,
-    device: torch.device,
-    warm_ups: int = 3,
+    works: dict[str, Work], rounds: int, repetitions: int, device: torch.device, warm_ups: int = 3
 ) -> dict[str, list[float]]:
     """Return the milliseconds of one execution, for every side and round."""
     for work in works.values():

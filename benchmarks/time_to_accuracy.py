@@ -113,10 +113,7 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     units = [
         unit
         for setting in settings
-        for units in (
-            *(row.units(setting) for row in chosen.values()),
-            baseline.units(setting),
-        )
+        for units in (*(row.units(setting) for row in chosen.values()), baseline.units(setting))
         for unit in units
     ]
     compute_missing(cache, units, args.processes)

@@ -51,10 +51,7 @@ SCHEDULE = {
     "warmup": {"epochs": 1, "lr": 0.01, "shape": "linear"},
 }
 SLEEP_S, STEPS, SHARDS = 1.0, 15, 2
-SMALL_NETWORK = (
-    "model={name: resnet8, args: {width: 64}}",
-    "data={name: digits}",
-)
+SMALL_NETWORK = ("model={name: resnet8, args: {width: 64}}", "data={name: digits}")
 
 
 def main() -> None:

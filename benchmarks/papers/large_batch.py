@@ -114,11 +114,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "muon": (*_MUON, *_UNSMOOTHED),
     "muon_smoothing": _MUON,
     "rmsprop": (*_SGD, _RMSPROP),
-    "rising": (
-        *_SGD,
-        *_WARM,
-        f"optimizer.momentum_warmup={{epochs: {_WARMUP}, initial: 0.5}}",
-    ),
+    "rising": (*_SGD, *_WARM, f"optimizer.momentum_warmup={{epochs: {_WARMUP}, initial: 0.5}}"),
 }
 LADDER = tuple(name for name in ROWS if name not in ("rmsprop", "rising"))
 BY_BATCH = ("unscaled", "sgd", "warmup", "smoothing", "arc_cotangent", "linear", "muon")

@@ -31,15 +31,7 @@ from typing import Any
 
 from benchmarks.comparison_tasks import Task
 from benchmarks.comparison_units import Cache
-from benchmarks.papers.large_batch import (
-    BATCHES,
-    FILE,
-    TASK,
-    UNSCALED,
-    sgd,
-    training,
-    trainings,
-)
+from benchmarks.papers.large_batch import BATCHES, FILE, TASK, UNSCALED, sgd, training, trainings
 from benchmarks.papers.trainings import Training, run_paper
 
 CURVES, CURVE_BATCHES = ("sgd", "warmup", "unscaled"), (32, 128, 512, 1024)
