@@ -157,3 +157,11 @@ def test_no_other_module_uses_what_ray_does_not_document() -> None:
 def test_a_backend_can_request_that_each_worker_is_restarted_alone() -> None:
     assert Backend.has_replica_groups is False
     assert isinstance(inspect.getattr_static(TorchConfig, "backend_cls"), property)
+
+
+def test_without_the_hook_of_the_fork_server_ray_starts_its_processes_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(ray_constants, "SETUP_WORKER_FILENAME")
+    with ray_private.start_processes_with("/folder/program.py"):
+        assert not hasattr(ray_constants, "SETUP_WORKER_FILENAME")
