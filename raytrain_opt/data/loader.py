@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import threading
 from collections import deque
@@ -245,7 +246,13 @@ class _ReusedLoader:
             pin_memory=self._device.type == "cuda",
             # Its own generator: without one the DataLoader draws from the caller's.
             generator=torch.Generator(),
+            worker_init_fn=_leave_group,
         )
+
+
+def _leave_group(_: int) -> None:
+    """Let what `timeout` and terminals send to a group of processes reach the main one only."""
+    os.setpgid(0, 0)
 
 
 @contextmanager

@@ -56,10 +56,17 @@ class StopRequest:
 
     @contextmanager
     def deferred(self, limit_s: float) -> Iterator[None]:
-        """Raise what arrives in the block, which looks at `error`, at its end or the limit."""
+        """Raise what arrives in the block, which looks at `error`, at its end or the limit.
+
+        An error after the signal has the same cause: other processes may have got the signal, too.
+        """
         self._limit_s = limit_s
         try:
             yield
+        except Exception as error:
+            if self.error is None:
+                raise
+            raise self.error from error
         finally:
             self._limit_s = None
             if self.error is not None:

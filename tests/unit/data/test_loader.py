@@ -217,11 +217,11 @@ def test_loader_processes_are_added_until_they_keep_up_within_the_threads(
     assert pids[1] == pids[2]
 
 
-def test_loader_processes_use_one_thread_and_end_with_close() -> None:
+def test_loader_processes_use_one_thread_get_no_signals_of_the_group_and_end_with_close() -> None:
     with open_section(dataset_section(process_numbers, loader_workers=1)) as data:
         [[pid, threads]] = concatenate(read_epoch(data))[0].unique(dim=0).int().tolist()
         assert threads == 1
-        os.kill(pid, 0)  # raises when there is no such process
+        assert os.getpgid(pid) == pid != os.getpgid(0)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -51,6 +52,20 @@ def test_a_deferred_signal_ends_the_block_where_it_looks() -> None:
         work(stop)
     assert steps == [1, 2]
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_an_error_after_a_deferred_signal_has_the_same_cause() -> None:
+    """The other processes of the group have got the signal, too, and died of it."""
+
+    def fail(before: Callable[[], None]) -> None:
+        with stop_on_signals() as stop, stop.deferred(60.0):
+            before()
+            raise ValueError("planted")
+
+    with pytest.raises(Terminated):
+        fail(terminate)
+    with pytest.raises(ValueError, match="planted"):
+        fail(lambda: None)
 
 
 def test_a_block_that_does_not_look_is_interrupted_after_the_limit() -> None:
