@@ -27,6 +27,8 @@ def make_job() -> Job:
             "strategy": "throughput_knee",
             "initial": 16,
             "max_batch_size": 128,
+            "min_updates_per_epoch": 10,  # of 1,438 samples; by default 20, and 500 in all
+            "min_updates": 80,
             "lr_rule": "sqrt",
         },
         learning_rate={"policy": "schedule", "shape": "cosine", "initial": 0.05},
