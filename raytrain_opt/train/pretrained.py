@@ -27,8 +27,12 @@ _PATH = "model.weights"
 _KEYS = ("state_dict", "model_state_dict", "model", "module", "network", "net", "weights")
 # What timm and transformers write into a folder.
 _FOLDER_FILES = ("model.safetensors", "pytorch_model.bin")
-# Names in the files of torchvision's DenseNets: `denselayer1.norm.1`, now `denselayer1.norm1`.
-_OLD_NAME = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)")
+# Names in the files of torchvision's DenseNets and ViTs, and what they are now.
+_OLD_NAMES = (
+    (re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)"), r"\1\2"),
+    (re.compile(r"mlp\.linear_1\."), "mlp.0."),
+    (re.compile(r"mlp\.linear_2\."), "mlp.3."),
+)
 # Heads of GoogLeNet and Inception that torchvision has for training only.
 _AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
 
@@ -73,7 +77,7 @@ def fit_pretrained(
     pretrained = {name.removeprefix(prefix): tensor for name, tensor in pretrained.items()}
     counts = {n: t for n, t in own.items() if n.endswith("num_batches_tracked")}
     pretrained = counts | {
-        name if name in own else _OLD_NAME.sub(r"\1\2", name): tensor
+        name if name in own else _new_name(name): tensor
         for name, tensor in pretrained.items()
         if name in own or not name.startswith(_AUXILIARY)
     }
@@ -104,6 +108,10 @@ def fit_pretrained(
     if problems:
         raise JobError(problems)
     return {name: tensor for name, tensor in pretrained.items() if name not in different}
+
+
+def _new_name(name: str) -> str:
+    return next((p.sub(new, name) for p, new in _OLD_NAMES if p.search(name)), name)
 
 
 def foreign_prefix(own: Mapping[str, Tensor], pretrained: Mapping[str, Tensor]) -> str:

@@ -267,11 +267,14 @@ def test_multipliers_of_auto_hold_for_all_its_optimizers(tmp_path: Path) -> None
 
 
 def test_files_of_torchvision_differ_from_its_networks() -> None:
-    """Those of VGG, DenseNet, GoogLeNet and Inception."""
+    """Those of VGG, DenseNet, ViT, GoogLeNet and Inception."""
     count, weight = torch.tensor(0), torch.full((3,), 2.0)
     own = linear(5, **{"denselayer1.norm1.weight": torch.ones(3), "bn.num_batches_tracked": count})
+    own |= {f"layers.0.mlp.{n}.weight": torch.ones(3) for n in (0, 3)}
+    old = {f"layers.0.mlp.linear_{n}.weight": weight for n in (1, 2)}
+    old["denselayer1.norm.1.weight"] = weight
     heads = {f"{head}.fc.weight": torch.ones(1) for head in ("aux1", "aux2", "AuxLogits")}
-    taken = fit_pretrained(own, linear(10, **{"denselayer1.norm.1.weight": weight}, **heads), 5)
+    taken = fit_pretrained(own, linear(10, **old, **heads), 5)
     assert set(own) - set(taken) == {"head.weight"}
     assert torch.equal(taken["denselayer1.norm1.weight"], weight)
     assert set(fit_pretrained(heads, heads, 5)) == set(heads)
