@@ -98,8 +98,7 @@ class CheckpointWriter:
 
         Waits for the save before; raises StorageError if that one failed, DivergedError if its
         state was not finite. `state` must not change until the save is complete. Does nothing if
-        the run has come no further: a complete checkpoint must not be written once more. Where
-        `checkpoint.every` is a number of steps, none is made before this checkpoint is complete.
+        the run has come no further: a complete checkpoint must not be written once more.
         """
         self.wait()
         self.interval.restart()
@@ -124,8 +123,6 @@ class CheckpointWriter:
             self._writing_s = monotonic_s() - began_s
 
         self._pending = start_thread(write)
-        if self.interval.counts_steps:
-            self.wait()
 
     def publish(self) -> None:
         """Copy the run to remote storage, repeatedly until `close`. Raises StorageError."""
@@ -147,11 +144,12 @@ class CheckpointWriter:
 
     def wait(self) -> None:
         """Wait for the last `save`. Raises what it raised, or StorageError after the limit."""
-        pending, self._pending = self._pending, None
-        if pending is None:
+        if (pending := self._pending) is None:
             return
-        # Once for repeated copies, and once for the last of them.
-        if not wait([pending], 2 * self._limit_s).done:
+        # Once for repeated copies, and once for the last of them. A signal leaves it to `close`.
+        is_done = wait([pending], 2 * self._limit_s).done
+        self._pending = None
+        if not is_done:
             raise StorageError(
                 f"{self._paths.shown}: a checkpoint was not written within "
                 f"{2 * self._limit_s:g} s (timeouts.no_progress_s: {self._limit_s:g}); does the "

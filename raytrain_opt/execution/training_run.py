@@ -423,6 +423,8 @@ class TrainingRun:
             states = {} if self._epoch.round is None else self._epoch.round.states
             candidates = {index: self.pools.states.get(ref) for index, ref in states.items()}
             self.checkpoints.save(tensors, self.progress, score, candidates)
+            if self.checkpoints.interval.counts_steps:  # none is made before it is complete
+                self.wait_for_checkpoint()
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the last checkpoint is complete, and tell the callbacks."""

@@ -67,6 +67,25 @@ def open_writer(paths: RunPaths) -> Iterator[OpenWriter]:
     recorder.close()
 
 
+def test_a_signal_while_a_checkpoint_is_waited_for_does_not_lose_it(
+    open_writer: OpenWriter, paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, written = open_writer(), threading.Event()
+    monkeypatch.setattr(paths, "publish", lambda: written.wait(10))
+    writer.save(state(), RunProgress(next_epoch=2))
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_writer, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            writer.wait()
+    threading.Timer(0.2, written.set).start()
+    writer.close()
+    assert written.is_set()
+
+
 def test_refused_copies_are_repeated_beside_the_training(
     open_writer: OpenWriter, paths: RunPaths, s3: S3Server
 ) -> None:
