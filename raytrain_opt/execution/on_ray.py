@@ -64,18 +64,18 @@ def open_on_ray(
     with ExitStack() as stack:
         stack.callback(wait, [backend.reading], limits.stop_s)
         terminal.phase("starting Ray")
-        # Half a Ray cannot be shut down: its processes end with this one.
-        with stop.deferred(limits.start_s), stop.ended_within(limits.stop_s):
-            backend.owns_ray = stack.enter_context(session)
-        if not backend.owns_ray:
 
-            def on_notice(text: str) -> None:
-                terminal.note(text)
-                stop.saves = True
+        def on_notice(text: str) -> None:
+            terminal.note(text)
+            stop.saves = True
 
-            stack.enter_context(watch_preemption(on_notice))
-        frontend.startup.mark("ray_connected_s")
         try:
+            # Half a Ray cannot be shut down: its processes end with this one.
+            with stop.deferred(limits.start_s), stop.ended_within(limits.stop_s):
+                backend.owns_ray = stack.enter_context(session)
+            if not backend.owns_ray:
+                stack.enter_context(watch_preemption(on_notice))
+            frontend.startup.mark("ray_connected_s")
             yield backend
         finally:
             with stop.ended_within(_RAY_END_S + limits.stop_s):

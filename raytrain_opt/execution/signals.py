@@ -9,10 +9,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import FrameType
 
 from raytrain_opt.clock import monotonic_s
-from raytrain_opt.errors import DivergedError, RaytrainOptError, TakenOverError
+from raytrain_opt.errors import DivergedError, RaytrainOptError, RecordError, TakenOverError
 from raytrain_opt.user_code import LOADER_SIGNAL, Stalled, exits_as_errors
 
 # 128 + the number of the signal, as in a shell.
@@ -22,8 +23,12 @@ _STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _SAME_SIGNAL_S = 1.0
 # For a loader process that hangs to say where, before this process only says that it waits.
 _LOADER_S = 2.0
-# A resume would repeat what diverged, and is refused while another process writes to the run.
-_NOT_RESUMED = (DivergedError, TakenOverError)
+# A resume would repeat what diverged, and is refused without its records or beside another one.
+_NOT_RESUMED = (DivergedError, TakenOverError, RecordError)
+
+
+# The signals of a fork are not those of this process.
+os.register_at_fork(after_in_child=partial(signal.set_wakeup_fd, -1))
 
 
 class Terminated(KeyboardInterrupt):
@@ -109,8 +114,9 @@ class StopRequest:
             if number in _STOPPING:
                 error = _to_error(number)
         if not ended.wait(limit_s):
-            text = f"Ray did not answer for {limit_s:g} s; {self.describe(error)}"
-            print(text, file=sys.stderr, flush=True)
+            print(f"Ray did not answer for {limit_s:g} s", file=sys.stderr, flush=True)
+            with suppress(RaytrainOptError):
+                print(self.describe(error), file=sys.stderr, flush=True)
             os._exit(0 if self.finished else exit_code(error))
 
     @contextmanager

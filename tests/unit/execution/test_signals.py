@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -180,8 +181,20 @@ def test_a_block_that_ends_in_time_ends_as_before() -> None:
             signal.raise_signal(signal.SIGALRM)
             signal.raise_signal(signal.SIGTERM)
 
+    def end_a_fork() -> None:
+        with stop_on_signals() as stop, stop.ended_within(0.1):
+            context = multiprocessing.get_context("fork")
+            began = context.Event()
+            fork = context.Process(target=lambda: [began.set(), time.sleep(60)])
+            fork.start()
+            assert began.wait(10)
+            fork.terminate()
+            fork.join()
+            time.sleep(0.5)  # nobody has sent this process a signal
+
     with pytest.raises(Terminated):
         run()
+    end_a_fork()
     assert signal.set_wakeup_fd(-1) == -1
 
 
