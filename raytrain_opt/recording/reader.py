@@ -14,7 +14,7 @@ from raytrain_opt.storage import complete_lines
 
 R = TypeVar("R", bound=Record)
 
-_REMEDY = (
+REMEDY = (
     "restore the file from a backup. The checkpoints do not need it: evaluate and predict read "
     "them, and --set model.weights=RUN_DIR starts a new run from them"
 )
@@ -40,10 +40,10 @@ def parse_lines(lines: Sequence[bytes], run_dir: str, kind: type[R], count: int 
     records = [_parse(line, kind, f"{source}, line {n}") for n, line in enumerate(lines, 1)]
     numbers = [getattr(record, kind.counted_by, n) for n, record in enumerate(records, 1)]
     if len(set(lines)) < len(lines) or numbers != [*range(1, len(lines) + 1)]:
-        raise RecordError(f"{source}: has a line twice, or without the one before; {_REMEDY}")
+        raise RecordError(f"{source}: has a line twice, or without the one before; {REMEDY}")
     if len(lines) < count:
         rule = f"has {len(lines)} lines, but had {count} at the last checkpoint: it was cut or"
-        raise RecordError(f"{source}: {rule} replaced afterwards; {_REMEDY}")
+        raise RecordError(f"{source}: {rule} replaced afterwards; {REMEDY}")
     return records
 
 
@@ -66,7 +66,7 @@ def read_text(run_dir: str, name: str) -> str | None:
         return None if content is None else content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1 if content else 1
-        rule = f"is damaged (not UTF-8); {_REMEDY}"
+        rule = f"is damaged (not UTF-8); {REMEDY}"
         raise RecordError(f"{run_dir}/{name}, line {line}: {rule}") from error
 
 
@@ -81,5 +81,5 @@ def _parse(text: bytes, kind: type[R], source: str) -> R:
     try:
         return kind.model_validate_json(text)
     except ValidationError as error:
-        rule = f"is damaged ({first_error(error)}); {_REMEDY}"
+        rule = f"is damaged ({first_error(error)}); {REMEDY}"
         raise RecordError(f"{source}: {rule}") from error

@@ -12,9 +12,9 @@ from time import time
 from typing import TypeVar
 
 from raytrain_opt.clock import Stopwatch, monotonic_s, utc_now
-from raytrain_opt.errors import RaytrainOptError, StorageError, printable
+from raytrain_opt.errors import RaytrainOptError, RecordError, StorageError, printable
 from raytrain_opt.paths import RunPaths
-from raytrain_opt.recording.reader import parse_lines, read_lines, read_raw_lines
+from raytrain_opt.recording.reader import REMEDY, parse_lines, read_lines, read_raw_lines
 from raytrain_opt.recording.records import (
     EpochRecord,
     Event,
@@ -42,7 +42,7 @@ def write_record(run_dir: Path, record: Record, indent: int | None = 2) -> None:
 
 
 class Recorder:
-    """Writer of one run's records. Its methods raise StorageError naming the file.
+    """Writer of one run's records. Its methods raise StorageError or RecordError naming the file.
 
     tensorboardX's SummaryWriter would block the run forever on a full disk, where its thread dies.
     """
@@ -85,16 +85,14 @@ class Recorder:
 
     def _size(self, record: Record | type[Record]) -> int:
         path = self.paths.local / record.file
-        return path.stat().st_size if path.exists() else 0
+        with storage_errors(f"{path} cannot be read"):
+            return path.stat().st_size if path.exists() else 0
 
     def _check_size(self, record: Record | type[Record]) -> None:
-        """Raise StorageError if the file has lost lines since this run wrote to it."""
+        """Raise RecordError if the file has lost lines since this run wrote to it."""
         if self._size(record) < self._sizes.get(record.file, 0):
             path = self.paths.local / record.file
-            rule = f"{path} was removed or cut while the run wrote to it: is something cleaning up"
-            raise StorageError(
-                f"{rule} there? predict and evaluate read checkpoints that are left"
-            )
+            raise RecordError(f"{path} was removed or cut while the run wrote to it; {REMEDY}")
 
     def end_s(self, partial_s: float) -> float:
         """Return the end of `partial_s` after the last epoch, or the last event if it is later."""

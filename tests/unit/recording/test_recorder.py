@@ -150,9 +150,9 @@ def test_records_that_are_removed_during_the_run_end_it(
     add_epoch(recorder, 1)
     for path in paths.local.rglob("*.jsonl" if lost == "." else lost):
         path.unlink()
-    with pytest.raises(StorageError, match=r"epochs\.jsonl was removed or cut while"):
+    with pytest.raises(RecordError, match=r"epochs\.jsonl was removed or cut while"):
         recorder.epoch(epoch(2), 2)
-    with pytest.raises(StorageError, match=r"epochs\.jsonl was removed or cut while"):
+    with pytest.raises(RecordError, match=r"epochs\.jsonl was removed or cut while"):
         recorder.read(EpochRecord)
 
 
