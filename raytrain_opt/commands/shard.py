@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tarfile
 import tempfile
 from collections import Counter
@@ -45,7 +46,8 @@ def write_shards(
         on_shard(note)
     shards = {name: _divide(files, max_bytes) for name, files in sets.items()}
     written = {f"{name}-{n:06}.tar" for name, parts in shards.items() for n in range(len(parts))}
-    if others := sorted(_shards_in(output) - written):
+    shard_name = re.compile(r".+-\d{6}\.tar")
+    if others := sorted(filter(shard_name.fullmatch, _shards_in(output) - written)):
         rule = f"holds {len(others)} shards of another set, as {others[0]}"
         raise DataError(output, f"{rule}; remove them, or choose an empty folder")
     if sets:

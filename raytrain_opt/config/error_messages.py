@@ -136,11 +136,10 @@ def _problem(path: str, group: list[ErrorDetails], section: type[BaseModel]) -> 
 
 def _requirement(error: ErrorDetails) -> str:
     """Return what follows "must be"."""
-    if error["type"] == "model_attributes_type":
-        return "a section with the key policy or strategy"
     message = error["msg"].removeprefix("Input should be ")
     text = re.sub(r" or (an )?instance of \w+| or object to .*|, (unable|got) .*", "", message)
-    return _SECTION if text == "a valid dictionary" else text
+    is_section = error["type"] == "model_attributes_type" or text == "a valid dictionary"
+    return _SECTION if is_section else text
 
 
 def _choices(error: ErrorDetails) -> list[str]:

@@ -93,7 +93,7 @@ def check_continues(
         hint = f"put the values back; {_new_run(job, run_dir)}"
         if is_edited:
             path, rule = "job.yaml", f"of {run_dir} was edited since the latest checkpoint, while "
-            rule += f"only {allowed} can change"
+            rule, hint = f"{rule}only {allowed} can change", "put the values back"
         raise JobError([Problem(path, rule, hint=hint), *changes])
     if problems:
         _check_length(job, trained, run_dir)

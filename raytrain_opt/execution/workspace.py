@@ -174,8 +174,8 @@ def lock_run_directory(run_dir: Path) -> Iterator[Callable[[], bool]]:
         except BlockingIOError as error:
             holder = Path(file.name).read_text(encoding="utf-8")
             rule = (
-                "another run is writing to this directory: "
-                f"{holder or 'a process that has just started'}; wait for it, or stop it"
+                "another run is writing to this directory, or begins to; its lock was signed by "
+                f"{holder or 'nobody'}; wait for it, or stop it"
             )
             raise JobError([Problem("--resume", rule, repr(str(run_dir)))], "arguments") from error
         except OSError as error:

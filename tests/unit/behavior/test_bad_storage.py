@@ -175,7 +175,7 @@ def test_a_directory_in_use_is_refused_and_its_user_is_named(run_dir: Path) -> N
     with lock_run_directory(run_dir) as sign:
         sign()
         message = command_error("run", "--resume", str(run_dir))
-    assert "--resume: another run is writing to this directory: process " in message
+    assert "--resume: another run is writing to this directory" in message
     assert f"process {os.getpid()} on " in message
     with lock_run_directory(run_dir):
         pass

@@ -50,7 +50,7 @@ BROKEN = [
     (
         "learning_rate: stpt",
         "learning_rate",
-        "must be a section with the key policy or strategy",
+        "must be a section (keys and values)",
     ),
     # ranges
     ("epochs: 0", "epochs", "must be greater than 0 (given: 0)"),
