@@ -94,7 +94,6 @@ def worker_processes(job: Job, shards: int) -> Iterator[tuple[list[Any], ServerH
     """Start the job's worker processes and shards; yield their handles and the start state."""
     config = LearnerConfig.from_job(job)
     with parameter_server(config, INFO, job.max_restarts, shards) as handles:
-        assert handles is not None
         make: Any = ray.remote(SimulatedWorker).options(num_cpus=0)
         actors = [make.remote(job, index) for index in range(job.workers.size)]
         yield actors, handles, ray.put(start_state(job))

@@ -178,11 +178,8 @@ class ServerHandles:
 @contextmanager
 def parameter_server(
     config: LearnerConfig, info: DataInfo, max_restarts: int, shards: int | None = None
-) -> Iterator[ServerHandles | None]:
-    """Start coordinator and `shards` (default: one a node); yield None in a job with `sync`."""
-    if config.parallel.common_steps:
-        yield None
-        return
+) -> Iterator[ServerHandles]:
+    """Start coordinator and `shards`, by default one on each node; end them afterwards."""
     coordinator: Any = (
         ray.remote(SspCoordinator)
         .options(

@@ -104,9 +104,9 @@ class RayBackend:
 
     def _read(self) -> Facts:
         """Check the job, read its data, and import what the run needs next."""
+        sections = _pickle_sections(self._job)  # before the objects in them have done anything
         if problems := check_job(self._job):
             raise JobError(problems)
-        sections = _pickle_sections(self._job)  # that may hold the user's objects
         facts, shared, self._choose_threads = try_job(self._job, resumed=self._resumed)
         self._unshared = sections, shared
         import_module("raytrain_opt.execution.start")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -136,11 +136,12 @@ def start_pools(
 
     `shared`: the reference to the data and objects that all processes share.
     """
-    job = resolved.job
-    network = resolved.learner.named("data", "task", "loss")
-    with parameter_server(network, resolved.info, job.max_restarts) as server:
+    job, learner = resolved.job, resolved.learner
+    network = learner.named("data", "task", "loss")
+    open_server = partial(parameter_server, network, resolved.info, job.max_restarts)
+    with nullcontext() if learner.parallel.common_steps else open_server() as server:
         program = SynchronousProgram() if server is None else AsynchronousProgram(server)
-        config = _resident_config(job, resolved.learner, plan, workspace.paths, program)
+        config = _resident_config(job, learner, plan, workspace.paths, program)
         with resident_pools(config, shared, owns_ray) as (workers, slots):
             # Starting a process costs ten seconds of CPU, most of it imports. Slots take the first
             # steps, so they start first; `TrainingRun` starts the workers beside the first round.
@@ -151,7 +152,7 @@ def start_pools(
                 workers.states,
                 SynchronousTraining(workers)
                 if server is None
-                else AsynchronousTraining(resolved.learner, job.timeouts, workers, server),
+                else AsynchronousTraining(learner, job.timeouts, workers, server),
                 plan.use_gpu,
                 total_resources,
             )
