@@ -16,7 +16,7 @@ from raytrain_opt.execution.backend import open_backend
 from raytrain_opt.execution.resolve import Placement, scaled_lr, settle
 from raytrain_opt.execution.workspace import Workspace, open_frontend, open_workspace
 from raytrain_opt.optim.epoch_steps import length_of
-from raytrain_opt.optim.schedules import ScalingRule
+from raytrain_opt.optim.scaling import ScalingRule
 from raytrain_opt.recording.reader import read_record
 from raytrain_opt.recording.recorder import append, write_record
 from raytrain_opt.recording.records import BatchSizeProbeRecord, BatchSizeRecord

@@ -10,7 +10,7 @@ from raytrain_opt.config.learning_rate import ReplayPolicy
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.optim.epoch_steps import EpochSteps, Length, epoch_steps, length_of
-from raytrain_opt.optim.schedules import scale_lr
+from raytrain_opt.optim.scaling import scale_lr
 from raytrain_opt.search.factory import build_policy, guessing_loss
 from raytrain_opt.search.optimizer_race import is_too_costly
 from raytrain_opt.search.policy import Policy
