@@ -12,7 +12,7 @@ from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.optim.epoch_steps import EpochSteps, Length, epoch_steps, length_of
 from raytrain_opt.optim.scaling import scale_lr
 from raytrain_opt.search.factory import build_policy, guessing_loss
-from raytrain_opt.search.optimizer_race import is_too_costly
+from raytrain_opt.search.optimizer_race import why_without_muon
 from raytrain_opt.search.policy import Policy
 from raytrain_opt.search.stpt_horizon import TaskFacts
 from raytrain_opt.train.learner_config import LearnerConfig
@@ -83,7 +83,8 @@ def resolve(job: Job, facts: Facts, placement: Placement, global_batch_size: int
     steps = count_updates(learner, facts.info)
     note, chosen = None, job
     if job.optimizer.chooses_freely:
-        note = _why_without_muon(job, facts, length.total_steps(steps))
+        batch_flops = facts.sample_flops * global_batch_size
+        note = why_without_muon(facts.muon_flops, batch_flops, length.total_steps(steps))
         optimizer = job.optimizer.usual(
             channel_norm=facts.channel_norm, embeddings=facts.embeddings, muon=note is None
         )
@@ -145,16 +146,3 @@ def count_updates(learner: LearnerConfig, info: DataInfo) -> EpochSteps:
                 )
                 raise JobError([Problem("data.drop_last", rule, "false")])
     return epoch_steps(info.train_size, batch, ramp, info.search_size, drop_last=drop_last)
-
-
-def _why_without_muon(job: Job, facts: Facts, total_steps: float) -> str | None:
-    """Return why Muon is not worth trying; None if it is."""
-    if facts.muon_flops is None:
-        return "Muon is left out: this model has complex parameters, which it cannot train"
-    batch_flops = facts.sample_flops * job.global_batch_size
-    if not is_too_costly(facts.muon_flops, batch_flops, total_steps):
-        return None
-    return (
-        f"Muon is left out: orthogonalizing takes {facts.muon_flops / batch_flops:.0f} "
-        "times as many operations as training a batch; optimizer.candidates can name it"
-    )

@@ -132,3 +132,15 @@ def is_too_costly(step_flops: float, batch_flops: float, steps: float) -> bool:
     `steps`: of the training; infinite if they depend on its speed.
     """
     return step_flops > _MAX_STEP_COST * batch_flops and step_flops * steps > _FEW_FLOPS
+
+
+def why_without_muon(step_flops: float | None, batch_flops: float, steps: float) -> str | None:
+    """Return why Muon is not worth trying, or None. Without `step_flops` it cannot train."""
+    if step_flops is None:
+        return "Muon is left out: this model has complex parameters, which it cannot train"
+    if not is_too_costly(step_flops, batch_flops, steps):
+        return None
+    return (
+        f"Muon is left out: orthogonalizing takes {step_flops / batch_flops:.0f} "
+        "times as many operations as training a batch; optimizer.candidates can name it"
+    )
