@@ -26,6 +26,11 @@ _LIBRARIES = sys.stdlib_module_names | {"numpy", "torch", "torchvision"}
 _MAX_ITEMS, _MAX_OBJECTS = 1000, 20_000
 
 
+def derive_seed(seed: int, use: str) -> str:
+    """Return the seed of one use of random numbers in a job with this `seed`."""
+    return f"{seed} {use}"
+
+
 def seed_all(
     seed: int | str, device: torch.device | None = None, generators: Sequence[Generator] = ()
 ) -> None:

@@ -30,7 +30,7 @@ from raytrain_opt.optim.update import (
     set_weight_decays,
     update_weights,
 )
-from raytrain_opt.random_state import find_generators, seed_all, seeded
+from raytrain_opt.random_state import derive_seed, find_generators, seed_all, seeded
 from raytrain_opt.results import NO_STEPS, EvalTotals, Split, Steps, TrainTotals
 from raytrain_opt.train import batch_norm
 from raytrain_opt.train.data_parallel import Parallel
@@ -76,7 +76,7 @@ class Learner:
             channels_last=config.channels_last,
             classification=config.task.is_classification,
         )
-        with seeded(f"{config.seed} task", device):
+        with seeded(derive_seed(config.seed, "task"), device):
             self.task = build_task(config.task, config.loss, self.info, device)
         self.model = config.build_model(self.info).to(device)
         batch_norm.set_momentum(self.model, config.batch_norm.momentum)
@@ -111,7 +111,7 @@ class Learner:
 
     def _build_optimizer(self, index: int) -> None:
         self._optimizer_index = index
-        with seeded(f"{self.config.seed} optimizer {index}", self.device):
+        with seeded(derive_seed(self.config.seed, f"optimizer {index}"), self.device):
             self.optimizer = build_optimizer(
                 self.config.optimizers[index],
                 self.model,
@@ -221,8 +221,8 @@ class Learner:
     def _attempt(self, repair: Callable[[], None] = no_op) -> AbstractContextManager[None]:
         return failed_steps(self._phase, self.model, repair)
 
-    def _seed(self, text: str) -> None:
-        seed_all(f"{self.config.seed} {text}", self.device, self._generators)
+    def _seed(self, use: str) -> None:
+        seed_all(derive_seed(self.config.seed, use), self.device, self._generators)
 
     @property
     def position(self) -> str:
