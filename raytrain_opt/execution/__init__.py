@@ -8,5 +8,5 @@ Then `training_run` has the moves that `driver.train` makes, with `progress`, `l
 `checkpoint_writer` and `callbacks`.
 
 May import everything below: pools, async_training, report, cluster, recording, terminal, train,
-search, data, models, optim, config. Nothing of `commands`, `cli` or `driver`.
+search, data, models, optim, config; not `commands`, `cli`, `driver`; Ray in `on_ray` and `start`.
 """

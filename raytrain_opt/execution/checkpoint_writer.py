@@ -1,4 +1,4 @@
-"""Write checkpoints during the training, in a thread."""
+"""Schedule checkpoints, in a thread: `train/checkpoint` and `storage.write_atomic` write them."""
 
 from __future__ import annotations
 
