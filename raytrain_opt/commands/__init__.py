@@ -3,5 +3,5 @@
 `init` writes a job file for a folder of data, `validate` checks one, `doctor` checks a cluster
 before a run; `runs` lists runs; `evaluate` computes the errors of finished runs and of ensembles.
 
-May import everything but `cli`, Ray only in `doctor`; who needs a module imports it.
+May import everything but `cli`, Ray only in `doctor`; a command imports its module.
 """
