@@ -214,6 +214,11 @@ class WorkersSection(Section):
         """Whether the job says how many workers there are, at most."""
         return self.count != "auto"
 
+    def settled(self, count: object, threads: int | None) -> WorkersSection:
+        """Return the section with these in place of what it leaves open."""
+        found = {} if self.is_given else {"count": count}
+        return self.model_copy(update={**found, "threads": self.threads or threads})
+
     def broken_rules(self) -> Iterator[BrokenRule]:
         if self.min_workers > self.size:
             yield "count.min", f"is more than max, {self.size}"

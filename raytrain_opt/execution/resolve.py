@@ -109,12 +109,8 @@ def settle(job: Job, placement: Placement, global_batch_size: int) -> Job:
     if job.batch_size_search is not None or policy.scaling is not None:
         lr = scaled_lr(job, global_batch_size)
         changes["learning_rate"] = policy.model_copy(update={"initial": lr, "scaling": None})
-    workers: dict[str, object] = {}
-    if not job.workers.is_given:
-        workers["count"] = placement.workers
-    if job.workers.threads is None:
-        workers["threads"] = placement.threads
-    return job.model_copy(update=changes | {"workers": job.workers.model_copy(update=workers)})
+    changes["workers"] = job.workers.settled(placement.workers, placement.threads)
+    return job.model_copy(update=changes)
 
 
 def scaled_lr(job: Job, global_batch_size: int) -> float:

@@ -55,15 +55,8 @@ def find_run(job: Job, resume: str | None) -> tuple[Job, str | None]:
     if run_dir is None:
         return job, None
     unfinished = _read_job(run_dir)
-    kept = {
-        name: getattr(unfinished.workers, name)
-        for name, is_open in (
-            ("count", job.workers.count == "auto"),
-            ("threads", job.workers.threads is None),
-        )
-        if is_open
-    }
-    job = job.model_copy(update={"workers": job.workers.model_copy(update=kept)})
+    workers = job.workers.settled(unfinished.workers.count, unfinished.workers.threads)
+    job = job.model_copy(update={"workers": workers})
     has_new_length = check_continues(job, _settled_fields(unfinished, run_dir), run_dir)
     if resume is not None and not has_new_length and _is_finished(run_dir):
         hint = f"to train longer: {resume_command(run_dir, job)} --set epochs=N"

@@ -53,7 +53,7 @@ class FixedSchedule(Policy):
 
     def _drops(self, losses: Sequence[float]) -> int:
         drops, waited, lowest = 0, 0, math.inf
-        for loss in losses if self.section.shape == "plateau" else ():
+        for loss in losses if self.section.follows_metric else ():
             waited = 0 if loss < lowest else waited + 1
             lowest = min(lowest, loss)
             if waited > self.section.patience:

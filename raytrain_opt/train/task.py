@@ -100,7 +100,7 @@ class Classification:
 def check_task(section: TaskSection) -> list[Problem]:
     """Return the problems of the section without creating the task."""
     name = section.name
-    if name == CLASSIFICATION:
+    if section.is_classification:
         rule = "classification has none; its loss is chosen in the section loss"
         return [Problem("task.args", rule)] if section.args else []
     if problems := _check_name(name, "task.name", CLASSIFICATION, "package.module:Class"):
