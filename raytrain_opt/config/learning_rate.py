@@ -24,6 +24,8 @@ LR_SETS: dict[str, tuple[float, ...]] = {
     "middle": (2.50, 2.00, 1.50, 1.00, 0.85, 0.70, 0.55, 0.40),
     "wide": (5.00, 3.67, 2.33, 1.00, 0.80, 0.60, 0.40, 0.20),
 }
+# Table 4 of the paper, for 40 epochs: last epoch of the warm-up, and of narrow and middle.
+_MIX_EPOCHS, _MIX_WARMUP, _MIX_ENDS = 40, 4, (19, 29)
 
 
 # What a slot computes of each global batch: all of it, or one worker's part.
@@ -144,11 +146,28 @@ class StptPolicy(_Policy):
         if self.warmup is not None and self.warmup.steps is not None:
             yield "warmup.steps", "is for policy schedule; give whole epochs"
 
+    def multipliers(self, epoch: int, epochs: int) -> tuple[float, ...]:
+        """Return the multipliers of an epoch, from 1, in a training of `epochs`."""
+        if isinstance(self.candidates, list):
+            return tuple(self.candidates)
+        if self.candidates != "mix":
+            return LR_SETS[self.candidates]
+        ends = (round(last * epochs / _MIX_EPOCHS) for last in _MIX_ENDS)
+        return LR_SETS[("narrow", "middle", "wide")[sum(epoch > end for end in ends)]]
+
+    def warmup_in(self, epochs: int) -> Warmup:
+        """Return the warm-up; by default the paper's for mix (4 of 40 epochs), else none."""
+        usual = round(_MIX_WARMUP * epochs / _MIX_EPOCHS) if self.candidates == "mix" else 0
+        return self.warmup or Warmup(epochs=usual)
+
+    def alpha_steps(self, steps: int) -> int:
+        """Return the steps of a pre-training in an epoch of `steps`."""
+        return self.alpha if isinstance(self.alpha, int) else max(1, round(self.alpha * steps))
+
     @property
     def max_candidates(self) -> int:
-        """Candidates of a round, at most; 0 for a single one, which is no search."""
-        sets = [self.candidates] if isinstance(self.candidates, list) else LR_SETS.values()
-        count = max(map(len, sets))
+        """Candidates of a round; 0 for a single one, which is no search."""
+        count = len(self.multipliers(1, 1))  # as many in each epoch
         return count if count > 1 else 0
 
 

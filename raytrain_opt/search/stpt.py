@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raytrain_opt.config.learning_rate import LR_SETS, StptPolicy, Warmup
+from raytrain_opt.config.learning_rate import StptPolicy, Warmup
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.optim.epoch_steps import EpochSteps
 from raytrain_opt.optim.schedules import warmup_lr
@@ -34,8 +34,6 @@ from raytrain_opt.search.policy import (
 
 # How often a round is repeated at half the rate if all its candidates diverge.
 _MAX_HALVINGS = 5
-# Table 4 of the paper, for 40 epochs: last epoch of the warm-up, and of narrow and middle.
-_MIX_EPOCHS, _MIX_WARMUP, _MIX_ENDS = 40, 4, (19, 29)
 
 
 @dataclass(frozen=True)
@@ -49,63 +47,46 @@ class Stpt(Policy):
     def __post_init__(self) -> None:
         # Epochs get shorter with a batch ramp: the last one is the shortest.
         shortest = self.steps(self.epochs)
-        if self.alpha_steps(self.epochs) > shortest:
+        if self.section.alpha_steps(shortest) > shortest:
             rule = f"longer than an epoch, which has {shortest} iterations"
             raise JobError([Problem("learning_rate.alpha", rule, str(self.section.alpha))])
 
-    def alpha_steps(self, epoch: int) -> int:
-        """Return the steps of a pre-training: alpha itself, or that fraction of the epoch."""
-        alpha = self.section.alpha
-        return alpha if isinstance(alpha, int) else max(1, round(alpha * self.steps(epoch)))
-
     @property
     def warmup(self) -> Warmup:
-        """The job's warm-up; by default the paper's for mix (4 of 40 epochs), else none."""
-        if self.section.warmup is not None:
-            return self.section.warmup
-        epochs = round(_MIX_WARMUP * self.epochs / _MIX_EPOCHS)
-        return Warmup(epochs=epochs if self.section.candidates == "mix" else 0)
+        return self.section.warmup_in(self.epochs)
 
     @property
     def search_updates(self) -> float:
-        epochs = range(self.warmup.epochs + 1, self.epochs + 1)
-        return sum(len(self.multipliers(e)) * self.alpha_steps(e) for e in epochs)
-
-    def multipliers(self, epoch: int) -> tuple[float, ...]:
-        """Return the multipliers of `epoch`, counted from 1."""
-        own = self.section.candidates
-        if isinstance(own, list):
-            return tuple(own)
-        if own != "mix":
-            return LR_SETS[own]
-        ends = (round(last * self.epochs / _MIX_EPOCHS) for last in _MIX_ENDS)
-        return LR_SETS[("narrow", "middle", "wide")[sum(epoch > end for end in ends)]]
+        section = self.section
+        return sum(
+            len(section.multipliers(e, self.epochs)) * section.alpha_steps(self.steps(e))
+            for e in range(self.warmup.epochs + 1, self.epochs + 1)
+        )
 
     def next(self, epoch: int, history: History) -> TryCandidates | TrainEpoch:
         """Begin epochs after the warm-up with a round. Raises DivergedError after all halvings."""
         if epoch <= self.warmup.epochs:
             return self._train_warmup(epoch)
-        if len(self.multipliers(epoch)) == 1:
-            return self._train_without_search(epoch)
+        multipliers, steps = self.section.multipliers(epoch, self.epochs), self.steps(epoch)
+        if len(multipliers) == 1:
+            return self._train_without_search(epoch, *multipliers)
+        alpha = self.section.alpha_steps(steps)
         if history.is_decided(epoch):
-            decision, beta = history.decisions[-1], self.steps(epoch) - self.alpha_steps(epoch)
-            return TrainEpoch(epoch, self.steps.last(epoch, (decision.next_base_lr,) * beta))
+            lrs = (history.decisions[-1].next_base_lr,) * (steps - alpha)
+            return TrainEpoch(epoch, self.steps.last(epoch, lrs))
         self._raise_if_all_diverged(epoch, history)
         base_lr = history.latest.next_base_lr if history.latest else self.section.initial
         candidates = tuple(
-            Candidate(index, multiplier, base_lr * multiplier)
-            for index, multiplier in enumerate(self.multipliers(epoch))
+            Candidate(i, factor, base_lr * factor) for i, factor in enumerate(multipliers)
         )
-        alpha = self.alpha_steps(epoch)
         reason = f"pre-train {len(candidates)} candidates for {alpha} iterations"
         shape = (1.0,) * alpha
         return TryCandidates(
             epoch, base_lr, reason, candidates, shape, "val_metric", keeps_winner=True
         )
 
-    def _train_without_search(self, epoch: int) -> TrainEpoch:
+    def _train_without_search(self, epoch: int, multiplier: float) -> TrainEpoch:
         """Return an epoch with a single candidate (m = 1): its multiplier still accumulates."""
-        (multiplier,) = self.multipliers(epoch)
         lr = self.section.initial * multiplier ** (epoch - self.warmup.epochs)
         return TrainEpoch(epoch, Steps(0, (lr,) * self.steps(epoch)))
 

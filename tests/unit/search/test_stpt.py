@@ -133,7 +133,6 @@ def test_alpha_is_iterations_or_a_fraction_of_the_epoch(
     alpha: float, steps_per_epoch: int, expected: int
 ) -> None:
     policy = stpt(steps_per_epoch=steps_per_epoch, alpha=alpha)
-    assert policy.alpha_steps(1) == expected
     assert next_round(policy).pretrain_steps == expected
 
 
