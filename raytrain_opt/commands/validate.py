@@ -32,7 +32,7 @@ def validate(job: Job, job_file: str) -> str:
         "model": function_name(job.model.name),
         **summary,
         "data": ", ".join(filter(None, (function_name(job.data.name), summary["data"]))),
-        "learning rate": _policy(job),
+        "learning rate": job.learning_rate.summary,
         "optimizer": " or ".join(str(optimizer.name) for optimizer in job.optimizers),
         "training": f"{length_of(job)}, precision {job.precision}, seed {job.seed}",
         "global batch": f"{job.global_batch_size}{split}"
@@ -43,14 +43,6 @@ def validate(job: Job, job_file: str) -> str:
     shown = [f"{name:14} {text}" for name, text in lines.items()]
     texts = (printable(text, kept="") for text in (*shown, *notes))
     return "\n  ".join((f"{job_file}: valid", *texts))
-
-
-def _policy(job: Job) -> str:
-    """Return the policy and its most important settings."""
-    section = job.learning_rate
-    names = ("shape", "initial", "candidates", "alpha", "schedule")
-    settings = [f"{name} {getattr(section, name)}" for name in names if hasattr(section, name)]
-    return ", ".join([section.policy, *settings])
 
 
 def _costs(job: Job, facts: Facts) -> dict[str, str]:

@@ -96,6 +96,12 @@ class _Policy(Section):
     policy: str
 
     @property
+    def summary(self) -> str:
+        """The policy and its most important settings."""
+        names, fields = ("shape", "initial", "candidates", "alpha", "schedule"), vars(self)
+        return ", ".join([self.policy, *(f"{n} {fields[n]}" for n in names if n in fields)])
+
+    @property
     def follows_metric(self) -> bool:
         """Whether the rate follows the metric of the validation split."""
         return False
@@ -264,6 +270,7 @@ class SchedulePolicy(_Policy):
 class ReplayPolicy(_Policy):
     """Train with the schedule that an earlier run found; no candidates."""
 
+    initial: ClassVar[float] = 1.0  # never used: nothing scales a replay
     scaling: ClassVar[None] = None
     warmup: ClassVar[None] = None
     candidate_batch: ClassVar[None] = None

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from raytrain_opt.config.learning_rate import ReplayPolicy
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.optim.epoch_steps import EpochSteps, Length, epoch_steps, length_of
@@ -119,7 +118,6 @@ def scaled_lr(job: Job, global_batch_size: int) -> float:
     The rule is `learning_rate.scaling` where the job has it, else the search's `lr_rule`.
     """
     policy, search = job.learning_rate, job.batch_size_search
-    assert not isinstance(policy, ReplayPolicy)  # it has no rate, and the schema no search with it
     if policy.scaling is not None:
         reference = policy.scaling.reference_batch_size
         return scale_lr(policy.scaling.rule, policy.initial, reference, global_batch_size)
