@@ -104,6 +104,10 @@ class OptimizerSection(NamedSection):
         """Whether the policy chooses the weight decay of each epoch."""
         return bool(self.args.get("weight_decay") == "auto")
 
+    def without_auto_weight_decay(self) -> OptimizerSection:
+        args = {n: v for n, v in self.args.items() if v != "auto"}
+        return self.model_copy(update={"args": args})
+
     @property
     def constructor_args(self) -> dict[str, Any]:
         """The arguments, with a weight decay of 1 for auto: the policy's factor is the decay."""

@@ -86,11 +86,7 @@ def find_optimizer(
     placement = Placement.from_job(job)
     free = resolve(job, facts, placement, job.global_batch_size).learner.optimizers
     # Averaging optimizers need calls in the loop, and a decay of "auto" the run's policy.
-    candidates = [
-        s.model_copy(update={"args": {n: v for n, v in s.args.items() if v != "auto"}})
-        for s in free
-        if not s.is_schedule_free
-    ]
+    candidates = [s.without_auto_weight_decay() for s in free if not s.is_schedule_free]
     section = OptimizerChoiceSection(name="auto", candidates=candidates)
     job = job.model_copy(update={"optimizer": section})
     resolved = resolve(job, facts, placement, job.global_batch_size)
