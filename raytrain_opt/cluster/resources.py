@@ -114,8 +114,7 @@ def _worker_count(job: Job, nodes: Sequence[Mapping[str, float]], *, use_gpu: bo
     room = sum(int(node.get("GPU", 0)) // devices for node in nodes)
     if micro_batches is not None:
         return max(1, min(room, micro_batches))
-    counts = (n for n in range(room, 0, -1) if job.global_batch_size % n == 0)
-    return next(counts, 1)
+    return next((n for n in range(room, 0, -1) if job.global_batch_size % n == 0), 1)
 
 
 def _use_gpu(workers: WorkersSection, nodes: Sequence[Mapping[str, float]]) -> bool:

@@ -162,8 +162,7 @@ def _predict(run: SavedRun) -> Predictions:
     probabilities, labels = [], []
     with trained_learner(run) as learner:
         for batch in learner.data.eval_batches("test", 0, 1, learner.config.eval_batch_size):
-            output = learner.model(batch.x)
-            probabilities.append(output.float().softmax(dim=1).cpu())
+            probabilities.append(learner.model(batch.x).float().softmax(dim=1).cpu())
             labels.append(batch.y.cpu())
         digest = learner.data.source.digest()
         return Predictions(torch.cat(probabilities), torch.cat(labels), digest)

@@ -119,8 +119,7 @@ class ImageFolderSource(ImageSource):
 
     def file(self, split: SourceSplit, index: int) -> str:
         """Return the path of an image below data.root."""
-        path = self._folders[split][index][0]
-        return printable(path.removeprefix(os.fsdecode(self._root)))
+        return printable(self._folders[split][index][0].removeprefix(os.fsdecode(self._root)))
 
     def describe(self, split: SourceSplit, index: int) -> str:
         """Return the file and its class, for an error message."""

@@ -259,8 +259,7 @@ def _as_tensor(leaf: Any) -> Any:
     """Return what can be a tensor as one, as the device takes it; other values as they are."""
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":  # reversed ones are copied
         leaf = torch.from_numpy(np.array(leaf))
-    is_tensor = isinstance(leaf, torch.Tensor)
-    return leaf.float() if is_tensor and leaf.dtype == torch.float64 else leaf
+    return leaf.float() if torch.is_tensor(leaf) and leaf.dtype == torch.float64 else leaf
 
 
 def _describe(sample: Sample) -> str:

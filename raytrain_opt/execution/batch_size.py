@@ -66,8 +66,7 @@ def find_batch_size(
         facts = backend.read()
         with open_workspace(job, frontend, info=facts.info, options=backend.options) as workspace:
             placement = backend.place(facts, search=False)
-            batch_size = backend.find_batch_size(facts, placement, workspace)
-            settled = settle(job, placement, batch_size)
+            settled = settle(job, placement, backend.find_batch_size(facts, placement, workspace))
             workspace.write_job(settled)
             run_dir = workspace.paths.shown
             report = try_write_report(str(workspace.paths.local), run_dir)

@@ -146,8 +146,7 @@ def read_data(job: Job) -> tuple[SharedData, DataInfo, tuple[Batch, Batch]]:
     )
     try:
         is_one = job.batch_size_per_worker == 1 and job.batch_size_search is None
-        train = data.first_samples("train", 1 if is_one else 2)
-        samples = train, data.first_samples("test")
+        samples = data.first_samples("train", 1 if is_one else 2), data.first_samples("test")
     finally:
         data.close()
     return shared, replace(data.info, digest=data.source.digest()), samples

@@ -49,9 +49,8 @@ def find_run(job: Job, resume: str | None) -> tuple[Job, str | None]:
     """
     if resume is not None:
         check_run(resume)
-    run_dir = resume
-    if resume is None and job.resume == "auto":
-        run_dir = newest_unfinished(job.storage_path, job.name)
+    is_auto = resume is None and job.resume == "auto"
+    run_dir = newest_unfinished(job.storage_path, job.name) if is_auto else resume
     if run_dir is None:
         return job, None
     unfinished = _read_job(run_dir)

@@ -363,8 +363,7 @@ class TrainingRun:
         self._epoch = EpochMetrics.resumed(self.progress.partial_epoch)
         epoch = self.progress.next_epoch
         self.recorder.truncate_after(len(self.history.decisions), epoch - 1)
-        schedule = self.recorder.read(ScheduleRecord)
-        self._lrs = [lr for epoch in schedule for lr in epoch.steps.lrs]
+        self._lrs = [lr for e in self.recorder.read(ScheduleRecord) for lr in e.steps.lrs]
         text = f"resumed after {checkpoint.reached}"
         self.event_log.resume_clock(epoch, text, self.progress.partial_epoch.duration_s)
         self.length.resume(self.recorder.read(EpochRecord), self.history)

@@ -55,9 +55,8 @@ def lr_at(policy: SchedulePolicy, step: float, *, steps: int, steps_per_epoch: i
         case "cosine":
             return final + (initial - final) * ((1.0 + math.cos(math.pi * done)) / 2.0)
         case "arc_cotangent":
-            half = warmup + decay / 2
-            if policy.half_epoch is not None:
-                half = policy.half_epoch * steps_per_epoch
+            epoch = policy.half_epoch
+            half = warmup + decay / 2 if epoch is None else epoch * steps_per_epoch
             steepness = policy.steepness / steps_per_epoch
             # atan2(1, x) is arccot x in (0, pi); pi/2 - atan x would lose its digits far out.
             return initial / math.pi * math.atan2(1.0, steepness * (step - half))

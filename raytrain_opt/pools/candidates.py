@@ -151,8 +151,7 @@ class CandidateTrainer(LearnerHandler):
             self._round = command.state.id, plan
         self._keep_best(plan)
         self._live_candidate, self._live_id = None, ""
-        ref = command.state if part is None else part.state
-        self.learner.load(self.states.get(ref))
+        self.learner.load(self.states.get(command.state if part is None else part.state))
         steps = self._steps(plan, candidate).after(done)
         self.learner.begin(plan.epoch, steps, self._micro_batches, search=True)
 

@@ -95,8 +95,7 @@ class CandidateTraining:
         A candidate whose slot died too often is `lost`. Raises PoolError if all slots did.
         """
         residents = self._pool.alive()
-        ranks = (0,) if self._together else residents
-        wave = dict(zip(ranks, progress.left, strict=False))
+        wave = dict(zip((0,) if self._together else residents, progress.left, strict=False))
         parts = {
             index: CandidatePart(totals, progress.states[index])
             for index, totals in progress.totals.items()

@@ -107,5 +107,4 @@ class RecordedSchedule(Policy):
         recorded = self.epochs[epoch - 1]
         if recorded.restarts and epoch not in history.restarts:
             return StartAgain(epoch, "replay")
-        steps = replace(recorded.steps, optimizer=0)  # a replay names the optimizer
-        return TrainEpoch(epoch, steps)
+        return TrainEpoch(epoch, replace(recorded.steps, optimizer=0))  # which a replay names

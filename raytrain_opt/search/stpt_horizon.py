@@ -154,8 +154,7 @@ class HorizonStpt(Policy):
         initial = self.section.initial
         if len(self.optimizers) == 1 and initial not in (_SGD_LR, FINE_TUNING_LR):
             return initial
-        usual_lr = self.optimizers[optimizer].traits.usual_lr or _SGD_LR
-        return initial * usual_lr / _SGD_LR
+        return initial * (self.optimizers[optimizer].traits.usual_lr or _SGD_LR) / _SGD_LR
 
     def next(self, epoch: int, history: History) -> TryCandidates | StartAgain | TrainEpoch:
         """Return a round before epoch 1, a new start, or an epoch. Raises DivergedError."""

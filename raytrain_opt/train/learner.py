@@ -226,8 +226,7 @@ class Learner:
 
     @property
     def position(self) -> str:
-        steps = self._steps.first + self._phase.steps
-        return f"after {steps} steps of epoch {self._phase.epoch}"
+        return f"after {self._steps.first + self._phase.steps} steps of epoch {self._phase.epoch}"
 
     @property
     def failure(self) -> Exception | None:

@@ -139,8 +139,7 @@ class TrainedModel(ModelDescription):
         batch = torch.from_numpy(np.stack(arrays)).to(self.device)
         if batch.is_floating_point():
             batch = batch.float()
-        transform = make_transform(self.preprocessing, self.sample_shape, self.device, False)
-        return transform(batch)
+        return make_transform(self.preprocessing, self.sample_shape, self.device, False)(batch)
 
     def probabilities(self, samples: Sequence[Any]) -> Tensor:
         """Return the probability of each class, [samples, classes], on the CPU."""
