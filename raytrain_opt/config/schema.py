@@ -43,7 +43,7 @@ from raytrain_opt.errors import JobError, Problem
 
 Precision = Literal["auto", "fp32", "fp32_strict", "bf16", "fp16"]
 Compile = Literal["auto", "none", "default", "max-autotune"]
-CLASSIFICATION = "classification"
+CLASSIFICATION, CROSS_ENTROPY = "classification", "cross_entropy"
 
 
 class ModelSection(NamedSection):
@@ -88,7 +88,7 @@ class TaskSection(NamedSection):
 class LossSection(NamedSection):
     """The loss of classification."""
 
-    name: NameOrInstance = "cross_entropy"
+    name: NameOrInstance = CROSS_ENTROPY
     """cross_entropy, or package.module:function: called with (output, labels), it returns the mean
     over the batch; from Python also a module."""
     label_smoothing: Fraction = 0.0
@@ -97,9 +97,13 @@ class LossSection(NamedSection):
     """Only for cross_entropy: a factor of the loss of each sample, by its class. balanced: samples
     / (classes x samples of the class) of the training set. Default: 1."""
 
+    @property
+    def is_cross_entropy(self) -> bool:
+        return self.name == CROSS_ENTROPY
+
     def broken_rules(self) -> Iterator[BrokenRule]:
         for name in ("label_smoothing", "class_weights"):
-            if getattr(self, name) and self.name != "cross_entropy":
+            if getattr(self, name) and not self.is_cross_entropy:
                 yield name, "applies to cross_entropy only; your own loss can do the same"
 
 

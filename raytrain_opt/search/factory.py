@@ -83,7 +83,7 @@ def read_schedule(path: str) -> RecordedSchedule:
 def guessing_loss(job: Job, class_counts: Sequence[int]) -> float:
     """Return the loss of a guess by the classes' frequencies; infinite for other losses."""
     loss = job.loss
-    if not job.task.is_classification or loss.name != "cross_entropy" or loss.class_weights:
+    if not (job.task.is_classification and loss.is_cross_entropy) or loss.class_weights:
         return math.inf
     return class_entropy(class_counts, loss.label_smoothing)
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from raytrain_opt.config.error_messages import nearest
 from raytrain_opt.config.load import resolve_function
-from raytrain_opt.config.schema import CLASSIFICATION, LossSection, TaskSection
+from raytrain_opt.config.schema import CLASSIFICATION, CROSS_ENTROPY, LossSection, TaskSection
 from raytrain_opt.config.section import Instance, NameOrFunction, is_function_name
 from raytrain_opt.data.base import Batch, DataInfo
 from raytrain_opt.data.batch_reader import cause
@@ -29,8 +29,6 @@ from raytrain_opt.data.nesting import leaves, map_leaves
 from raytrain_opt.errors import DataError, JobError, Problem, problems_of
 from raytrain_opt.models.factory import preserve_model
 from raytrain_opt.results import Metric
-
-_CROSS_ENTROPY = "cross_entropy"
 
 
 class Task(Protocol):
@@ -57,7 +55,7 @@ class Classification:
         class_weights: Tensor | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        self._is_cross_entropy = section.name == _CROSS_ENTROPY
+        self._is_cross_entropy = section.is_cross_entropy
         self._class_weights = class_weights
         self.loss: Callable[..., Tensor] = (
             partial(functional.cross_entropy, label_smoothing=section.label_smoothing)
@@ -340,9 +338,9 @@ def _described(value: object) -> str:
 
 
 def check_loss(section: LossSection) -> list[Problem]:
-    if section.name == _CROSS_ENTROPY:
+    if section.is_cross_entropy:
         return []
-    return _check_name(section.name, "loss.name", _CROSS_ENTROPY, "package.module:function")
+    return _check_name(section.name, "loss.name", CROSS_ENTROPY, "package.module:function")
 
 
 def _check_name(name: NameOrFunction, path: str, built_in: str, form: str) -> list[Problem]:
