@@ -13,10 +13,9 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.data.base import DataInfo
 from raytrain_opt.errors import PoolError
 from raytrain_opt.execution.backend import open_backend
-from raytrain_opt.execution.resolve import Placement, scaled_lr, settle
+from raytrain_opt.execution.resolve import Placement, scaled_lr, scaling_of, settle
 from raytrain_opt.execution.workspace import Workspace, open_frontend, open_workspace
 from raytrain_opt.optim.epoch_steps import length_of
-from raytrain_opt.optim.scaling import ScalingRule
 from raytrain_opt.recording.reader import read_record
 from raytrain_opt.recording.recorder import append, write_record
 from raytrain_opt.recording.records import BatchSizeProbeRecord, BatchSizeRecord
@@ -125,12 +124,6 @@ def search_batch_size(
     return record.global_batch_size
 
 
-def _scaling_rule(job: Job) -> ScalingRule:
-    scaling, section = job.learning_rate.scaling, job.batch_size_search
-    assert section is not None
-    return section.lr_rule if scaling is None else scaling.rule
-
-
 def run_probes(
     strategy: Strategy,
     prober: ProbingSlot,
@@ -185,7 +178,7 @@ def _summary(record: BatchSizeRecord, job: Job, train_size: int) -> Iterator[str
         f"batch size {record.batch_size_per_worker} per worker "
         f"({record.samples_per_s:,.0f} samples/s): {record.reason}; global_batch_size "
         f"{sizes[0]} -> {sizes[1]}, learning_rate.initial {lr_before:.4g} -> {lr_after:.4g} "
-        f"({_scaling_rule(job)}); updates: {before} -> {after}; {record.probes} probes, "
+        f"({scaling_of(job)[0]}); updates: {before} -> {after}; {record.probes} probes, "
         f"{record.duration_s:.1f} s"
     )
     factor = lr_after / lr_before
@@ -201,7 +194,7 @@ def _summary(record: BatchSizeRecord, job: Job, train_size: int) -> Iterator[str
 def _bounds(job: Job, section: BatchSizeSection, train_size: int, workers: int) -> SizeBounds:
     """Return the sizes that leave enough memory and updates."""
     own, length = job.global_batch_size // workers, length_of(job)
-    ramp, rule = job.batch_ramp, _scaling_rule(job)
+    ramp, (rule, _) = job.batch_ramp, scaling_of(job)
     largest = largest_size(section, own, train_size, length, workers, ramp, rule)
     max_step_s = _TRAINING_FRACTION * length.seconds / section.min_updates
     return SizeBounds(largest, train_size // workers, own, max_step_s)

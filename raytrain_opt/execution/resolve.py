@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.optim.epoch_steps import EpochSteps, Length, epoch_steps, length_of
-from raytrain_opt.optim.scaling import scale_lr
+from raytrain_opt.optim.scaling import ScalingRule, scale_lr
 from raytrain_opt.search.factory import build_policy, guessing_loss
 from raytrain_opt.search.optimizer_race import why_without_muon
 from raytrain_opt.search.policy import Policy
@@ -113,16 +113,17 @@ def settle(job: Job, placement: Placement, global_batch_size: int) -> Job:
 
 
 def scaled_lr(job: Job, global_batch_size: int) -> float:
-    """Return the initial rate for a batch.
+    """Return the initial rate for a batch."""
+    rule, reference = scaling_of(job)
+    return scale_lr(rule, job.learning_rate.initial, reference, global_batch_size)
 
-    The rule is `learning_rate.scaling` where the job has it, else the search's `lr_rule`.
-    """
-    policy, search = job.learning_rate, job.batch_size_search
-    if policy.scaling is not None:
-        reference = policy.scaling.reference_batch_size
-        return scale_lr(policy.scaling.rule, policy.initial, reference, global_batch_size)
-    rule = "none" if search is None else search.lr_rule
-    return scale_lr(rule, policy.initial, job.global_batch_size, global_batch_size)
+
+def scaling_of(job: Job) -> tuple[ScalingRule, int]:
+    """Return the rule, of `learning_rate.scaling` or the search, and the batch of `initial`."""
+    scaling, search = job.learning_rate.scaling, job.batch_size_search
+    if scaling is not None:
+        return scaling.rule, scaling.reference_batch_size
+    return "none" if search is None else search.lr_rule, job.global_batch_size
 
 
 def count_updates(learner: LearnerConfig, info: DataInfo) -> EpochSteps:
