@@ -126,19 +126,14 @@ def is_better(other: CandidateResult, preferred: CandidateResult) -> bool:
     return preferred.val_loss - other.val_loss > other.val_loss_error
 
 
-def is_too_costly(step_flops: float, batch_flops: float, steps: float) -> bool:
-    """Return whether an optimizer takes too many operations beside those of its batches.
+def why_without_muon(step_flops: float | None, batch_flops: float, steps: float) -> str | None:
+    """Return why Muon is not worth trying, or None. Without `step_flops` it cannot train.
 
     `steps`: of the training; infinite if they depend on its speed.
     """
-    return step_flops > _MAX_STEP_COST * batch_flops and step_flops * steps > _FEW_FLOPS
-
-
-def why_without_muon(step_flops: float | None, batch_flops: float, steps: float) -> str | None:
-    """Return why Muon is not worth trying, or None. Without `step_flops` it cannot train."""
     if step_flops is None:
         return "Muon is left out: this model has complex parameters, which it cannot train"
-    if not is_too_costly(step_flops, batch_flops, steps):
+    if not (step_flops > _MAX_STEP_COST * batch_flops and step_flops * steps > _FEW_FLOPS):
         return None
     return (
         f"Muon is left out: orthogonalizing takes {step_flops / batch_flops:.0f} "

@@ -183,7 +183,7 @@ def test_another_optimizer_of_the_new_length_is_refused(tmp_path: Path) -> None:
     horizon: dict[str, Any] = {"learning_rate": {"policy": "stpt_horizon"}, "optimizer": "auto"}
     first = run(tiny_job(tmp_path, epochs=1, **horizon), in_process=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("raytrain_opt.search.optimizer_race.is_too_costly", lambda *_: True)
+        patch.setattr("raytrain_opt.execution.resolve.why_without_muon", lambda *_: "")
         with pytest.raises(JobError, match="epochs: would continue with SGD after .* Muon"):
             run(tiny_job(tmp_path, **horizon), in_process=True, resume=first.run_dir)
 
