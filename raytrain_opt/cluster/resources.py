@@ -52,11 +52,11 @@ class PoolPlan:
 def plan_pools(job: Job, candidates: int, nodes: Sequence[Mapping[str, float]]) -> PoolPlan:
     """Plan the pools of workers and slots.
 
-    `candidates`: of a round, at most; 0 for none. `nodes`: free resources of each node. Raises
+    `candidates`: of a round on slots, at most. `nodes`: free resources of each node. Raises
     ResourcesError saying what is missing when the workers do not fit, or not even one slot beside
     them where slots are needed. Fewer slots than candidates is no error: they run in waves.
     """
-    if not candidates or job.search_on == "workers":
+    if not candidates:
         return _plan_workers(job, nodes, gpu=1.0)[0]
     plan, free = _plan_workers(job, nodes, WORKER_FRACTION)
     slots, count, use_gpu = job.slots, plan.workers, plan.use_gpu
@@ -256,7 +256,7 @@ def may_grow(nodes: int) -> bool:
 def expected_resources(job: Job, candidates: int) -> list[Resources]:
     """Return what workers and a slot will ask for, as far as it is known before nodes join."""
     workers, device = job.workers, "GPU" if job.workers.use_gpu is True else "CPU"
-    if not candidates or job.search_on == "workers":
+    if not candidates:
         return [workers.resources or {device: 1.0}] * workers.size
     worker = workers.resources or {device: WORKER_FRACTION}
     return [worker] * workers.size + [job.slots.resources or {device: SLOT_FRACTION}]

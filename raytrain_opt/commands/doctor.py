@@ -166,7 +166,7 @@ def _look_at_gpus(ray_gpus: float) -> Finding:
 def _check_room(job: Job) -> Finding:
     """Return whether workers and slots fit."""
     try:
-        plan = plan_pools(job, job.learning_rate.max_candidates, connection.total_resources())
+        plan = plan_pools(job, job.slot_candidates, connection.total_resources())
     except ResourcesError as error:
         remedy = "change the job; a run waits until timeouts.start_s for nodes that come later"
         return Finding("room", "error", str(error), remedy)

@@ -357,6 +357,11 @@ class Job(Section):
         return "slots" if needs_slots else section.search_on or "workers"
 
     @property
+    def slot_candidates(self) -> int:
+        """Candidates of a round that train on slots, at most."""
+        return self.learning_rate.max_candidates if self.search_on == "slots" else 0
+
+    @property
     def functions(self) -> list[tuple[str, object]]:
         """The field and the name of each function that is not this package's."""
         pairs: list[tuple[str, object]] = [

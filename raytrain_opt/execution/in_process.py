@@ -74,7 +74,7 @@ class InProcessBackend:
             del shared
             yield in_process_pools(
                 learner,
-                with_slots=job.learning_rate.max_candidates > 0 and job.search_on == "slots",
+                with_slots=job.slot_candidates > 0,
                 candidate_batch=job.learning_rate.candidate_batch,
             )
 

@@ -125,7 +125,7 @@ class RayBackend:
     def place(self, facts: Facts, *, search: bool = True) -> Placement:
         """Plan the pools when there is room; report where the plan differs from the job."""
         job, note = self._job, self._frontend.terminal.note
-        candidates = job.learning_rate.max_candidates if search else 0
+        candidates = job.slot_candidates if search else 0
         self.plan = plan = plan_when_there_is_room(job, candidates, note)
         threads = job.workers.threads
         if threads is None and self.owns_ray and not plan.use_gpu:

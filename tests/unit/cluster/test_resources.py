@@ -36,7 +36,7 @@ def plan(
             "learning_rate": {"policy": "stpt_horizon", "search_on": search_on},
         }
     )
-    return plan_pools(job, candidates, nodes)
+    return plan_pools(job, job.slot_candidates and candidates, nodes)
 
 
 def test_quickstart_on_two_cores_has_two_slots() -> None:
