@@ -96,16 +96,16 @@ def try_job(
     used, JobError with all fields that do not match them.
     """
     shared, info, samples = read_data(job)
-    problems: list[Problem] = []
+    config, problems = LearnerConfig.from_job(job), list[Problem]()
     if job.workers.size > info.train_size:
         rule = f"more than the training set has samples ({info.train_size})"
         problems = [Problem("workers.count", rule, str(job.workers.size))]
     elif job.batch_size_search is None:
-        learner, length = LearnerConfig.from_job(job), length_of(job)
-        problems = problems_of(lambda: build_policy(job, length, count_updates(learner, info)))
+        length = length_of(job)
+        problems = problems_of(lambda: build_policy(job, length, count_updates(config, info)))
     tried: list[tuple[Facts, ChooseThreads]] = []
     problems += problems_of(
-        lambda: tried.append(_try_network(job, info, samples, resumed=resumed))
+        lambda: tried.append(_try_network(job, config, info, samples, resumed=resumed))
     )
     if problems:
         raise JobError(problems, source)
@@ -153,14 +153,13 @@ def read_data(job: Job) -> tuple[SharedData, DataInfo, tuple[Batch, Batch]]:
 
 
 def _try_network(
-    job: Job, info: DataInfo, samples: tuple[Batch, Batch], *, resumed: bool
+    job: Job, config: LearnerConfig, info: DataInfo, samples: tuple[Batch, Batch], *, resumed: bool
 ) -> tuple[Facts, ChooseThreads]:
     """Build the model on the CPU, as every worker does, try it, and weigh Muon's cost."""
     from torch.nn import GroupNorm
     from torch.nn.modules.batchnorm import _NormBase  # of BatchNorm and InstanceNorm
 
     from raytrain_opt.data.base import refuse_channels_last
-    from raytrain_opt.models import build_model
     from raytrain_opt.optim.factory import EMBEDDING, group_parameters
     from raytrain_opt.optim.muon import orthogonalization_flops
     from raytrain_opt.train.pretrained import fit_pretrained, read_pretrained
@@ -170,13 +169,7 @@ def _try_network(
     shape, classes = info.sample_shape, info.num_classes
     if not is_function_name(job.model.name):
         refuse_channels_last(shape)
-    model = build_model(
-        job.model,
-        num_classes=classes,
-        sample_shape=shape,
-        seed=job.seed,
-        channels_last=job.channels_last,
-    )
+    model = config.build_model(info)
     task = build_task(job.task, job.loss, info)
     _try_model(job, task, model, samples, classes)
     find_metric_names(task, model, samples[1])
