@@ -57,11 +57,9 @@ class Stpt(Policy):
 
     @property
     def search_updates(self) -> float:
-        section = self.section
-        return sum(
-            len(section.multipliers(e, self.epochs)) * section.alpha_steps(self.steps(e))
-            for e in range(self.warmup.epochs + 1, self.epochs + 1)
-        )
+        epochs = range(self.warmup.epochs + 1, self.epochs + 1)
+        steps = sum(self.section.alpha_steps(self.steps(epoch)) for epoch in epochs)
+        return steps * len(self.section.multipliers(1, self.epochs))  # as many in each epoch
 
     def next(self, epoch: int, history: History) -> TryCandidates | TrainEpoch:
         """Begin epochs after the warm-up with a round. Raises DivergedError after all halvings."""
