@@ -118,16 +118,14 @@ def _worker_count(job: Job, nodes: Sequence[Mapping[str, float]], *, use_gpu: bo
 
 
 def _use_gpu(workers: WorkersSection, nodes: Sequence[Mapping[str, float]]) -> bool:
-    setting, resources = workers.use_gpu, workers.resources
-    has_gpu = any(node.get("GPU", 0) > 0 for node in nodes)
-    if setting is True and not has_gpu:
+    resources, has_gpu = workers.resources, any(node.get("GPU", 0) > 0 for node in nodes)
+    use_gpu = workers.uses_gpu(has_gpu and (resources is None or resources.get("GPU", 0) > 0))
+    if use_gpu and not has_gpu:
         raise ResourcesError(
             f"the job trains on GPUs, but no node has a free one ({_describe(nodes)}). "
             "Set workers.use_gpu: false to train without."
         )
-    if setting != "auto":
-        return setting
-    return has_gpu and (resources is None or resources.get("GPU", 0) > 0)
+    return use_gpu
 
 
 def _require_gpu(path: str, resources: Resources, use_gpu: bool) -> None:
@@ -255,7 +253,7 @@ def may_grow(nodes: int) -> bool:
 
 def expected_resources(job: Job, candidates: int) -> list[Resources]:
     """Return what workers and a slot will ask for, as far as it is known before nodes join."""
-    workers, device = job.workers, "GPU" if job.workers.use_gpu is True else "CPU"
+    workers, device = job.workers, "GPU" if job.workers.uses_gpu(available=False) else "CPU"
     if not candidates:
         return [workers.resources or {device: 1.0}] * workers.size
     worker = workers.resources or {device: WORKER_FRACTION}

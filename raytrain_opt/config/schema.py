@@ -201,6 +201,10 @@ class WorkersSection(Section):
     machine; else the cores of the node / count, or fewer if timed steps are as fast; on a Ray that
     runs already, its cores / count. A resume keeps the number."""
 
+    def uses_gpu(self, available: bool) -> bool:
+        """Return whether to train on GPUs; of `auto`, whether some are `available`."""
+        return available if self.use_gpu == "auto" else self.use_gpu
+
     @property
     def size(self) -> int:
         """The largest number of workers; of `auto`, 1 until the cluster is known."""

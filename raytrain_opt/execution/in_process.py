@@ -53,7 +53,7 @@ class InProcessBackend:
         note, threads = self._frontend.terminal.note, self._job.workers.threads
         note("training in one process, without Ray: for debugging, not for speed")
         if threads is None:
-            on_gpu = self._job.workers.use_gpu is not False and is_available()
+            on_gpu = is_available() and self._job.workers.uses_gpu(available=True)
             choose, batch_size = self._choose_threads, self._job.batch_size_per_worker
             fastest = None if on_gpu or choose is None else partial(choose, batch_size)
             threads = choose_threads(1, note, fastest)

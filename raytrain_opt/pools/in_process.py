@@ -134,8 +134,8 @@ def open_learner(
 
     Raises ResourcesError if they must and there is none.
     """
-    use_gpu = torch.cuda.is_available() and workers.use_gpu is not False
-    if workers.use_gpu is True and not use_gpu:
+    use_gpu = workers.uses_gpu(torch.cuda.is_available())
+    if use_gpu and not torch.cuda.is_available():
         raise ResourcesError("workers.use_gpu: true, but torch finds no GPU; use auto or false")
     torch.set_num_threads(workers.threads or available_cores())
     device = torch.device("cuda" if use_gpu else "cpu")
