@@ -167,6 +167,10 @@ class LoaderSection(_DataSection):
     on_unreadable: Literal["error", "skip"] = "error"
     """A sample that cannot be read. error: stop and name it; skip: leave it out."""
 
+    @property
+    def fixed_workers(self) -> int | None:
+        return None if self.loader_workers == "auto" else self.loader_workers
+
 
 class ImageFolderData(LoaderSection):
     """Image files in the layout of ImageNet, root/train/<class>/*, or listed in a CSV file."""

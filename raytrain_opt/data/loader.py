@@ -163,18 +163,15 @@ class _ReusedLoader:
     """
 
     def __init__(self, section: LoaderSection, reader: BatchReader, device: torch.device) -> None:
-        self._section, self._device = section, device
+        self._fixed, self._device = section.fixed_workers, device
         self._reader, self._sampler = reader, _RequestSampler()
         self._loader: DataLoader[Any] | None = None
         self._batches: Iterator[Any] | None = None
         self._phase = 0
         self._load_s: list[float] = []
         self._compute_s: list[float] = []
-        self.processes = (
-            min(_FIRST_PROCESSES, torch.get_num_threads())
-            if section.loader_workers == "auto"
-            else section.loader_workers
-        )
+        first = min(_FIRST_PROCESSES, torch.get_num_threads())
+        self.processes = first if self._fixed is None else self._fixed
 
     def load(self, requests: Iterator[BatchRequest]) -> Iterator[LoadedBatch]:
         """Yield the batches of one phase, which the loader processes read ahead."""
@@ -201,7 +198,7 @@ class _ReusedLoader:
 
     def _add_processes(self) -> None:
         """Start more loader processes if those of `loader_workers: auto` are too slow."""
-        if self._section.loader_workers != "auto" or len(self._load_s) < _MEASURED_BATCHES:
+        if self._fixed is not None or len(self._load_s) < _MEASURED_BATCHES:
             return
         # A GPU computes while this process continues, so `compute_s` may be less than it takes:
         # more processes are started than needed, up to the limit. To know better, every step
