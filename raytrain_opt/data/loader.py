@@ -93,8 +93,7 @@ class DataLoaderData(TrainingData):
         """See `TrainingData.first_samples`; a few others, spread over the set, are read too."""
         every = self._sets["test"] if split == "test" else self._split.training
         spread = np.linspace(0, len(every) - 1, _CHECKED_SAMPLES).astype(np.int64)
-        indices = every[np.unique(spread)].tolist()
-        loaded = self._read_here(split, indices)
+        loaded = self._read_here(split, every[np.unique(spread)].tolist())
         if loaded.error is not None:
             raise loaded.error
         readable = [*loaded.indices] * count

@@ -150,8 +150,7 @@ class StopRequest:
             return
         self.progress()
         ended = threading.Event()
-        watch = threading.Thread(target=self._watch, args=(ended, limit_s, stop_s), daemon=True)
-        watch.start()
+        threading.Thread(target=self._watch, args=(ended, limit_s, stop_s), daemon=True).start()
         try:
             yield
         finally:
