@@ -93,6 +93,7 @@ def test_processes_start_without_a_server_that_was_killed(program: Path) -> None
     with fork_server() as variables:
         server = _server()
         server.send_signal(signal.SIGKILL)
+        server.wait(60)
         assert start(variables, program) == "as Ray does"
 
 
