@@ -41,7 +41,7 @@ class Sleeper:
         self.config, self.clock = LearnerConfig.from_job(job), clock
         self.model = network(job)
 
-    def begin_micro_batches(self, epoch: int, count: int) -> None: ...
+    def begin_micro_batches(self, epoch: int, count: int, held_out: int) -> None: ...
 
     def micro_batches_at(self, places: Iterator[tuple[int, int]]) -> Iterator[Batch]:
         for _ in places:

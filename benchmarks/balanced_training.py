@@ -1,8 +1,9 @@
 """Throughput of shares by speed against equal ones, with workers of different speeds.
 
 Each worker is a process with the product's learner, DDP over gloo and the gradients of ResNet-8
-(width 64, 1.2 million parameters). **Computing is simulated**: a forward pass sleeps in
-proportion to its samples, because 4 real computations on 2 cores would measure the cores. Every
+(width 64, 1.2 million parameters). **Computing is simulated**: forward and backward pass of a
+micro-batch end after a time in proportion to its samples, which the process sleeps, because 4 real
+computations on 2 cores would measure the cores. Every
 worker's equal share of a step takes `seconds` at speed 1. The timer covers a phase of `steps`
 steps; `by_speed` has `MICRO_BATCHES` per worker, and measures the speeds in `WARM_UP` steps first.
 """
@@ -47,8 +48,22 @@ class Run:
     case: Case
 
 
+class _BackwardEnd(torch.autograd.Function):
+    """The identity, which calls a function when the backward pass arrives."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, end: Callable[[], None]) -> Tensor:
+        ctx.end = end
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.end()
+        return gradient, None
+
+
 class SleepingNet(nn.Module):
-    """A network with the parameters of another one, whose forward pass takes a given time."""
+    """A network with the parameters of another one, which trains in a given time."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         super().__init__()
@@ -57,11 +72,15 @@ class SleepingNet(nn.Module):
         self.computed_s = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
-        started_s, seconds = monotonic_s(), self.seconds(len(x))
-        total = torch.stack([weight.sum() for weight in self.weights]).sum()
-        output: Tensor = x.flatten(1)[:, :10] + 1e-6 * total
-        time.sleep(max(0.0, started_s + seconds - monotonic_s()))
+        seconds = self.seconds(len(x))
+        end_s = monotonic_s() + seconds
+        # autograd computes the gradient of what came first last.
+        first = _BackwardEnd.apply(
+            self.weights[0], lambda: time.sleep(max(0.0, end_s - monotonic_s()))
+        )
+        total = torch.stack([weight.sum() for weight in (first, *self.weights[1:])]).sum()
         self.computed_s += seconds
+        output: Tensor = x.flatten(1)[:, :10] + 1e-6 * total
         return output
 
 

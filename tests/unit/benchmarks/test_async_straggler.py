@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from benchmarks.async_processes import MICRO_BATCH_SAMPLES, Sleeper, job_of
+from benchmarks.async_processes import INFO, Sleeper, job_of, start_state
 from raytrain_opt.async_training.scheduler import EpochPhase
-from raytrain_opt.async_training.weight_shard import split_parameters
 from raytrain_opt.async_training.worker_loop import AsyncTrainer
 from raytrain_opt.results import Steps
+from tests.support.local_server import LocalClient, LocalServer, open_shards
 
 
 def test_a_sleeping_learner_is_trained_by_the_real_loop() -> None:
-    learner: Any = Sleeper(job_of(1), lambda: 0.0)
-    trainer = AsyncTrainer(learner, 2)
-    parts = split_parameters(learner.model, 2)
-    weights = [torch.zeros(sum(p.numel() for p in part)) for part in parts]
-    phase = EpochPhase("1.0", 1, Steps(0, (0.1,)), 1, None)
-    [batch] = learner.micro_batches_at(iter([(0, 0)]))
-    result, wires = trainer.compute(phase, 0, batch, weights)
-    assert (result.loss_sum, result.samples) == (0.0, MICRO_BATCH_SAMPLES)
-    assert len(wires) == 2
+    job = job_of(1)
+    learner: Any = Sleeper(job, lambda: 0.0)
+    phase = EpochPhase("1.0", 1, Steps(0, (0.1, 0.1)), 1, None)
+    server = LocalServer.for_phase(phase, open_shards(job, INFO, 2), start_state(job))
+    AsyncTrainer(learner, 2).train(phase, LocalClient(server, 0), lambda *_: None)
+    assert server.pushed == [0, 1]
+    assert server.scheduler.finished
