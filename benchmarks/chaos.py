@@ -74,7 +74,7 @@ from raytrain_opt import storage
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.errors import StorageError
 from raytrain_opt.recording.recorder import versions
-from raytrain_opt.remote import INDEX
+from raytrain_opt.run_copy import INDEX
 from raytrain_opt.storage import open_store
 from tests.support.machines import PLACE
 from tests.support.s3_server import S3Server

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import site
 import sysconfig
 import traceback
 import unicodedata
@@ -13,9 +14,9 @@ from typing import Any
 # Controls, formats such as a change of direction, private use, surrogates, ends of lines.
 _ESCAPED = ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp")
 # Folders of code that is not the user's.
-_LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib", "scripts")]
-_SHARED = "/dist-packages/"  # of the system, which a virtual environment may see
-_FOREIGN = ("<frozen", *(f"{path}/" for path in (os.path.dirname(__file__), *_LIBRARIES)))
+_LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "scripts")]
+_PACKAGES = [*site.getsitepackages(), site.getusersitepackages(), os.path.dirname(__file__)]
+_FOREIGN = ("<frozen", *(f"{path}/" for path in (*_LIBRARIES, *_PACKAGES)))
 
 
 def printable(text: str, kept: str = "\n\t") -> str:
@@ -35,7 +36,7 @@ def origin(error: BaseException) -> str:
 
 def user_frame(frames: Sequence[traceback.FrameSummary]) -> str:
     """Return file, line and function of the innermost code of the user, else of any code."""
-    user = [f for f in frames if not f.filename.startswith(_FOREIGN) and _SHARED not in f.filename]
+    user = [f for f in frames if not f.filename.startswith(_FOREIGN)]
     return "".join(f"{f.filename}:{f.lineno} in {f.name}" for f in (user or frames)[-1:])
 
 

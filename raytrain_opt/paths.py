@@ -15,7 +15,7 @@ from typing import NamedTuple
 import obstore
 
 from raytrain_opt.errors import JobError, Problem, StorageError
-from raytrain_opt.remote import INDEX, RAY_FOLDER, RunCopy
+from raytrain_opt.run_copy import INDEX, RAY_FOLDER, RunCopy
 from raytrain_opt.storage import (
     STORAGE_ERRORS,
     check_uri,

@@ -4,7 +4,7 @@ A tensor is never cut, so that an optimizer that looks at a layer's tensor (LARS
 elsewhere. The tensors of a shard lie one after the other in a flat buffer, in the order of
 their elements in memory: one message, or one copy, moves them all.
 
-The settings of an update by one micro-batch, from those of a step of P (why: docs/async.md):
+Settings of an update by one micro-batch, from the settings of a step of P (why: docs/async.md):
 
     lr, d    rate and decoupled weight decay of a step        t    mean staleness, in updates
     w, D     weights, and their change by the last update     m    momentum

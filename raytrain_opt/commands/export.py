@@ -52,7 +52,7 @@ def export(
     """Write the network as format `name`; return the largest differences that its check measured.
 
     Of outputs, in parts of the largest one; and of the probabilities of `picture`, an image file
-    that is prepared as the file's metadata say, by another library, to what `predict` says; None
+    that another library prepares as the file's metadata say, to what `predict` returns; None
     without one. `model` is on the CPU. `batches`: of `_BATCH_SIZES` samples; default is random
     numbers. Raises JobError when packages for the format are missing, RaytrainOptError when the
     network cannot be exported or computes something else; then no file is written.

@@ -160,7 +160,7 @@ def _wrong_tag(path: str, error: ErrorDetails, section: type[BaseModel]) -> Prob
 
 
 def sections_in(kind: Any) -> list[type[BaseModel]]:
-    """Return the sections that a type contains, such as those of a union."""
+    """Return the sections that a type contains, such as the members of a union."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return [kind]
     return [section for member in get_args(kind) for section in sections_in(member)]

@@ -210,7 +210,7 @@ def _sample_flops(
 ) -> tuple[float, float]:
     """Return the FLOPs of a sample as counted, and for the limits of a search; 0 and inf without.
 
-    Where they cannot be counted, the second are those of weights that meet every input.
+    Where they cannot be counted, the second value is as if every weight met every input.
     """
     from raytrain_opt.train.task import count_flops
 

@@ -27,7 +27,7 @@ _LOADER_S = 2.0
 _NOT_RESUMED = (DivergedError, TakenOverError, RecordError)
 
 
-# The signals of a fork are not those of this process.
+# A fork has signals of its own.
 os.register_at_fork(after_in_child=partial(signal.set_wakeup_fd, -1))
 
 

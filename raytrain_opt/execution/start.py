@@ -28,7 +28,7 @@ from raytrain_opt.pools.programs import ResidentConfig, SynchronousProgram
 from raytrain_opt.pools.protocol import Pools, SynchronousTraining
 from raytrain_opt.pools.ray_pool import ProbingSlot, RayPool
 from raytrain_opt.pools.state_store import RayStateStore
-from raytrain_opt.remote import RAY_FOLDER
+from raytrain_opt.run_copy import RAY_FOLDER
 from raytrain_opt.train.learner_config import OBJECT_SECTIONS, LearnerConfig
 
 # Seconds for the pools to leave a Ray that we started: it is shut down anyway.

@@ -57,7 +57,7 @@ class Pretrain(Command):
     """Ask slots or workers to train a segment of the steps of candidates, and to score them.
 
     Candidates train the first steps of the epoch from `state`, or what follows their `parts`.
-    `wave`: the candidate of each slot; of workers, which train one candidate together, that of
+    `wave`: the candidate of each slot; workers, which train one candidate together, have it under
     rank 0. The segment ends after `until` of the steps that are left, by default after all.
     Residents continue what they have trained, as with `MainTrain`.
     """

@@ -25,8 +25,8 @@ from raytrain_opt.recording.records import (
     RoundRecord,
     ScheduleRecord,
 )
-from raytrain_opt.remote import INDEX
 from raytrain_opt.results import Metric
+from raytrain_opt.run_copy import INDEX
 from raytrain_opt.storage import check_uri, last_name, read
 
 

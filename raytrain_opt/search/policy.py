@@ -68,7 +68,7 @@ class TryCandidates:
         return result.metric.score(result.val_metric)
 
     def best(self, results: Sequence[CandidateResult]) -> CandidateResult:
-        """Return the best result; on a tie, that of the multiplier closest to 1.0."""
+        """Return the best result; on a tie, the one with the multiplier closest to 1.0."""
 
         def key(result: CandidateResult) -> tuple[float, float, int]:
             candidate = result.candidate

@@ -1,4 +1,4 @@
-"""Check at the end of a phase that all ranks hold the same bits, by checksums."""
+"""Check by checksums that all ranks hold the same bits, after a phase and before a save."""
 
 from __future__ import annotations
 

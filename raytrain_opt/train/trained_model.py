@@ -161,7 +161,7 @@ class TrainedModel(ModelDescription):
             sample = ImageOps.exif_transpose(sample)
             is_gray = sample.mode[0] in "IF"  # of 16 bits or more, which the decoder judges
             image = sample if is_gray else sample.convert("RGB")
-            image.save(file := BytesIO(), "TIFF", compression="raw")  # not that of its own file
+            image.save(file := BytesIO(), "TIFF", compression="raw")  # whatever its file has
             sample = file.getvalue()
         elif isinstance(sample, (str, Path)):
             sample = read_image_file(sample)

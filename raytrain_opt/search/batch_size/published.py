@@ -4,7 +4,7 @@ Source: Serizawa and Tatebe (University of Tsukuba), automatic optimization of t
 size for training speed, listings 2 and 3 with the errata.
 
 The step that the paper calls calc_positive_update_diff() grows by one, to 10 at most (2 at first);
-that of calc_negative_update_diff() is half at the first shrinking loop, then grows so, too.
+the step of calc_negative_update_diff() is half at the first shrinking loop, then grows so, too.
 
 Where the paper is silent:
 - Loops count from 0, as in its listings: with tests at loops 5, 10, 15, ... the size is then

@@ -16,7 +16,7 @@ from pathlib import Path
 import obstore
 import pytest
 
-from raytrain_opt import remote, storage
+from raytrain_opt import run_copy, storage
 from raytrain_opt.errors import JobError, StorageError, TakenOverError
 from raytrain_opt.paths import RunPaths, check_run
 from raytrain_opt.storage import append_lines, open_store, remove_tree, write_json, write_text
@@ -97,7 +97,7 @@ def test_large_files_are_uploaded_in_parts(
     run: RunPaths, s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A part is repeated alone."""
-    monkeypatch.setattr(remote, "_UPLOAD_PART", 5 * 2**20)  # the least that S3 allows
+    monkeypatch.setattr(run_copy, "_UPLOAD_PART", 5 * 2**20)  # the least that S3 allows
     (run.checkpoints / "epoch-0001").mkdir()
     weights = run.checkpoints / "epoch-0001" / "weights.safetensors"
     weights.write_bytes(os.urandom(12 * 2**20))
