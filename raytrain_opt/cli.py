@@ -39,7 +39,6 @@ _trust = click.option(
     "--trust", is_flag=True, help="Run functions that the job.yaml of the run directory names."
 )
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
-_run_dirs = click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True)
 
 
 class _Command(click.Command):
@@ -203,7 +202,7 @@ def report(run_dir: str) -> None:
 
 
 @main.command()
-@_run_dirs
+@click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True)
 @click.option("--ensemble", is_flag=True, help="Also evaluate the mean of their probabilities.")
 @_json
 @_trust

@@ -128,9 +128,9 @@ class ResidentError(RaytrainOptError):
         self.remote_traceback = remote_traceback
 
 
-def first_of(names: Sequence[str], separator: str = ", ") -> str:
+def first_of(names: Sequence[str]) -> str:
     """Return the first five names, for a message."""
-    return separator.join([*names[:5], *(["…"] if len(names) > 5 else [])])
+    return ", ".join([*names[:5], *(["…"] if len(names) > 5 else [])])
 
 
 def listed(names: Sequence[str]) -> str:

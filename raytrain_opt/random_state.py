@@ -1,4 +1,4 @@
-"""Seed random numbers, and leave them and layer modes as they were."""
+"""Seed random numbers, and leave them as they were."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 # What a user's object may draw from, other than the global generators.
 Generator = np.random.Generator | np.random.RandomState | torch.Generator | random.Random
@@ -113,14 +112,3 @@ def seeded(seed: int | str, device: torch.device | None = None) -> Iterator[None
     with preserve_random_state(device):
         seed_all(seed, device)
         yield
-
-
-@contextmanager
-def preserve_modes(model: nn.Module) -> Iterator[None]:
-    """Restore the training or evaluation mode of each layer on exit."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

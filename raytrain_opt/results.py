@@ -132,8 +132,7 @@ class Predictions:
         """Return the predictions of neighboring parts as one; None if there are none."""
         import numpy as np
 
-        present = [part for part in parts if part is not None]
-        if not present:
+        if not (present := [part for part in parts if part is not None]):
             return None
         starts = accumulate((len(part.labels) for part in present), initial=0)
         mistakes = {

@@ -118,8 +118,7 @@ class RunCopy:
             *(o for batch in obstore.list(self._store, prefix="checkpoints") for o in batch),
         ]
         for name, version in ((o["path"], _object_version(o)) for o in listed):
-            checkpoint = _CHECKPOINT_FILE.fullmatch(name)
-            if checkpoint or _RECORD_FILE.fullmatch(name):
+            if (checkpoint := _CHECKPOINT_FILE.fullmatch(name)) or _RECORD_FILE.fullmatch(name):
                 versions[name] = version
                 if not checkpoint or checkpoint[1] in named:
                     self._fetch_file(name)

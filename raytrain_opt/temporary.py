@@ -26,8 +26,7 @@ class TemporaryFolder:
     def __init__(self, max_bytes: int = 4096) -> None:
         remove_abandoned()
         length = max_bytes - len(f"/{_PREFIX}") - _RANDOM
-        short = [path for path in _parents() if len(os.fsencode(path)) <= length]
-        if not short:
+        if not (short := [path for path in _parents() if len(os.fsencode(path)) <= length]):
             raise OSError("the path of the folder for temporary files is too long; set TMPDIR")
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=short[0]))
         unlocked = self.path / ".unlocked"

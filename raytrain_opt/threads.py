@@ -55,8 +55,7 @@ def choose_threads(
         )
     if fastest is None or requested or most == 1:
         return most
-    threads = fastest(most)
-    if threads < most:
+    if (threads := fastest(most)) < most:
         note(
             f"computing with {threads} of {most} threads per process: more are not faster for "
             "this network and batch (workers.threads sets another number)"

@@ -55,8 +55,7 @@ class SspCoordinator:
 
     async def claim(self, phase: str, worker: int, request: int) -> int | None:
         """Return the next micro-batch, or None, for this number of the worker's requests."""
-        scheduler = self._of(phase)
-        if scheduler is None:
+        if (scheduler := self._of(phase)) is None:
             return None
         if self._claims.get(worker, (0, None))[0] != request:
             self._claims[worker] = (request, scheduler.claim(worker))
@@ -64,17 +63,14 @@ class SspCoordinator:
 
     async def begin_micro_batch(self, phase: str, worker: int, number: int, version: int) -> bool:
         """Wait until it may begin, or is another's; return False if it needs newer weights."""
-        scheduler = self._of(phase)
-        if scheduler is None or scheduler.has_begun(worker, number):
+        if (scheduler := self._of(phase)) is None or scheduler.has_begun(worker, number):
             return True
-        await self._changed.wait_for(
-            lambda: (
-                scheduler.may_begin()
-                or not scheduler.owns(worker, number)
-                or scheduler is not self._scheduler
-            )
-        )
-        if not scheduler.owns(worker, number) or scheduler is not self._scheduler:
+
+        def is_lost() -> bool:
+            return not scheduler.owns(worker, number) or scheduler is not self._scheduler
+
+        await self._changed.wait_for(lambda: scheduler.may_begin() or is_lost())
+        if is_lost():
             return True
         if not scheduler.may_begin(version):
             return False
@@ -89,8 +85,7 @@ class SspCoordinator:
 
     async def wait_for_work(self, phase: str, worker: int) -> bool:
         """Wait; return True when there is something to claim again, False when all is done."""
-        scheduler = self._of(phase)
-        if scheduler is None:
+        if (scheduler := self._of(phase)) is None:
             return False
         await self._changed.wait_for(
             lambda: scheduler.has_work or scheduler.finished or scheduler is not self._scheduler
@@ -112,8 +107,7 @@ class SspCoordinator:
 
     async def result(self) -> tuple[bool, TrainTotals, StalenessRecord] | None:
         """Return whether the phase is finished, its sums and the staleness; None if aborted."""
-        scheduler = self._scheduler
-        if scheduler is None:
+        if (scheduler := self._scheduler) is None:
             return None
         steps = scheduler.end // scheduler.phase.micro_batches
         return scheduler.finished, replace(scheduler.totals, steps=steps), scheduler.staleness

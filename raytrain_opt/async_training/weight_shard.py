@@ -87,8 +87,6 @@ def _is_normalized(group: Group) -> bool:
 _STALENESS_WEIGHT = 0.05
 _WIRE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-_COUNT = "num_batches_tracked"
-
 # A flat tensor as bytes, in the type in which it is sent.
 WireArray = npt.NDArray[np.uint8]
 
@@ -99,8 +97,7 @@ def split_parameters(model: nn.Module, shards: int) -> list[list[nn.Parameter]]:
     Raises JobError when they are not all of one type.
     """
     parameters = list(model.parameters())
-    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
-    if len(dtypes) > 1:
+    if len(dtypes := sorted({str(p.dtype).removeprefix("torch.") for p in parameters})) > 1:
         rule = f"async keeps weights of one type; this model has {' and '.join(dtypes)}"
         raise JobError([Problem("parallel.mode", rule, "async")])
     parts = split_evenly([p.numel() for p in parameters], shards)
@@ -281,7 +278,7 @@ def advance_buffers(
     active = [worker for worker in workers if worker.batches]
     total = sum(worker.batches for worker in active)
     fractions = [worker.batches / total for worker in active]
-    counts = {f"{layer}.{_COUNT}" for worker in workers for layer in worker.trained}
+    counts = {f"{layer}.num_batches_tracked" for worker in workers for layer in worker.trained}
     buffers = {}
     for key, packed in start.tensors.items():
         name, before = key.removeprefix("model."), packed.tensor()

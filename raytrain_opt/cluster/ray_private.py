@@ -269,8 +269,7 @@ def without_cleaner(trainer: DataParallelTrainer) -> DataParallelTrainer:
     The cleaner is a detached actor, which outlives a run that is ended, and needs the API server.
     `cluster.actor_tree` removes the groups. Should Ray rename the method, the cleaner starts.
     """
-    create = getattr(trainer, "_create_default_callbacks", None)
-    if create is not None:
+    if (create := getattr(trainer, "_create_default_callbacks", None)) is not None:
         replaced: Any = trainer
         replaced._create_default_callbacks = lambda: [
             c for c in create() if type(c).__name__ != "PlacementGroupCleanerCallback"

@@ -244,8 +244,7 @@ def may_grow(nodes: int) -> bool:
     """Return whether more nodes may join than the cluster has, as far as the head knows."""
     if os.environ.get(_KUBERAY) == "1":
         return True
-    path = _CLUSTER_FILE.expanduser()
-    if not path.is_file():
+    if not (path := _CLUSTER_FILE.expanduser()).is_file():
         return False
     cluster = yaml.safe_load(path.read_text(encoding="utf-8"))
     return nodes < 1 + int(cluster.get("max_workers", 0))

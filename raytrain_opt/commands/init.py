@@ -119,8 +119,7 @@ def _find_data(
     if label_column is None and not rows:
         notes += unread
         rows = _class_folders(folder, names.get("train", ""), notes)
-    classes = sorted({label for _, label, _ in rows})
-    if len(classes) < 2:
+    if len(classes := sorted({label for _, label, _ in rows})) < 2:
         found = [f"all {len(rows):,} images are of one class, {label}" for label in classes]
         arrays = [(file.name, list(np.load(file, "r").shape)) for file in folder.glob("*.npy")]
         found += [f"{name} is an array of shape {shape}" for name, shape in sorted(arrays)]

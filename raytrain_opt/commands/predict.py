@@ -101,8 +101,7 @@ def _plain(value: Any) -> Any:
 
 
 def _ranked(names: Sequence[str], row: Sequence[float]) -> tuple[tuple[str, float], ...]:
-    pairs = zip(names, row, strict=False)
-    return tuple(sorted(pairs, key=lambda pair: -pair[1])[:_CLASSES_SHOWN])
+    return tuple(sorted(zip(names, row, strict=False), key=lambda pair: -pair[1])[:_CLASSES_SHOWN])
 
 
 def predict(model: TrainedModel, images: Sequence[str]) -> Iterator[Prediction]:

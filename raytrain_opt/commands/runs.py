@@ -86,8 +86,7 @@ def print_runs(storage_path: str, runs: Sequence[ListedRun]) -> None:
 def _read(found: FoundRun) -> ListedRun:
     run_dir, _, started = found
     try:
-        result = read_record(run_dir, ResultRecord)
-        if result is not None:
+        if (result := read_record(run_dir, ResultRecord)) is not None:
             fraction = result.search.fraction_of_training
             return ListedRun(
                 run_dir, started, "finished", result.final, result.epochs, result.wall_s, fraction

@@ -51,8 +51,7 @@ def _costs(job: Job, facts: Facts) -> dict[str, str]:
         return {}
     resolved = resolve(job, facts, Placement.from_job(job), job.global_batch_size)
     updates = sum(resolved.steps(epoch) for epoch in range(1, job.epochs + 1))
-    search = resolved.policy.search_updates
     lines = {"updates": f"{updates:,} ({resolved.steps.first:,} in epoch 1)"}
-    if search:
+    if search := resolved.policy.search_updates:
         lines["search"] = f"at most {search:,.0f} updates, {percent(search / updates, 0)} as many"
     return lines

@@ -43,11 +43,6 @@ class BatchAugment(Section):
     cutmix: Annotated[NonNegativeFloat, Field(le=100)] = 0.0
     """alpha as for mixup, e.g. 1. 0: no cutmix. With both, each half of the steps."""
 
-    @property
-    def mixes(self) -> bool:
-        """Whether samples and their labels are mixed with others."""
-        return bool(self.mixup or self.cutmix)
-
 
 class Augment(BatchAugment):
     """Random changes to training images; applied to batches on the device for in-memory sets."""
@@ -166,10 +161,6 @@ class LoaderSection(_DataSection):
     """Applied to samples as they are read."""
     on_unreadable: Literal["error", "skip"] = "error"
     """A sample that cannot be read. error: stop and name it; skip: leave it out."""
-
-    @property
-    def fixed_workers(self) -> int | None:
-        return None if self.loader_workers == "auto" else self.loader_workers
 
 
 class ImageFolderData(LoaderSection):

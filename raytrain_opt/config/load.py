@@ -255,19 +255,17 @@ def refuse_functions(functions: Iterable[tuple[str, object]], run_dir: str) -> N
     """
     rule = "names a function, and anybody may have written this run directory"
     hint = "add --trust (in Python trust=True) if you know that it is yours, or who made it"
-    problems = [
+    if problems := [
         Problem(field, _WAS_OBJECT, shown(name), _PASS_AGAIN)
         if is_instance(name)
         else Problem(field, rule, shown(name), hint)
         for field, name in functions
-    ]
-    if problems:
+    ]:
         raise JobError(problems, run_dir)
 
 
 def _refuse_standard_library(module: str | None, path: str, name: str) -> None:
-    root = (module or "").partition(".")[0]
-    if root in sys.stdlib_module_names:
+    if (root := (module or "").partition(".")[0]) in sys.stdlib_module_names:
         rule = f"must be a function of your own, not of Python's module {root!r}"
         raise JobError([Problem(path, rule, repr(name))])
 

@@ -47,19 +47,18 @@ def _needing_common_steps(job: Job) -> list[str]:
 
 def _length_rules(job: Job) -> Iterator[BrokenRule]:
     """Yield what does not fit the length, and epochs that the training does not have."""
-    warmup, ramp, epochs = job.learning_rate.warmup, job.batch_ramp, job.epochs
+    section, ramp, epochs = job.learning_rate, job.batch_ramp, job.epochs
     if epochs is None and job.train_for is None:
         yield "epochs", "is required, or train_for in its place"
     if epochs and job.train_for:
         yield "train_for", "is given in place of epochs; remove one of the two"
-    section = job.learning_rate
     fits_any_length = section.policy != "replay" and (section.decays or section.can_be_constant)
     if job.train_for and not fits_any_length:
         shapes = "schedule of shape constant, linear, polynomial or cosine"
         yield "train_for", f"needs policy stpt_horizon, or {shapes}"
     if job.train_for and ramp:
         yield "batch_ramp", "needs a number of epochs, and the job gives train_for"
-    warmup_epochs = 0 if warmup is None else warmup.epochs
+    warmup_epochs = 0 if section.warmup is None else section.warmup.epochs
     if epochs is not None and warmup_epochs > epochs:
         yield "learning_rate.warmup.epochs", f"is more than the {epochs} epochs of the job"
     if any(b.epoch <= a.epoch or b.factor <= a.factor for a, b in pairwise(ramp)):
@@ -82,7 +81,7 @@ def _data_rules(job: Job) -> Iterator[BrokenRule]:
             yield "data.sampler", "balanced needs the labels of task: classification"
         if job.loss != type(job.loss)():
             yield "loss", "belongs to task: classification; a task of your own returns its loss"
-        if data.augment.mixes:
+        if data.augment.mixup or data.augment.cutmix:
             yield "data.augment", "mixup and cutmix need the labels of task: classification"
     if data.any_samples and not job.task.is_classification:
         rule = "a task of your own gets the samples as they are; change your Dataset"

@@ -78,11 +78,11 @@ class TaskSection(NamedSection):
     def is_classification(self) -> bool:
         return self.name == CLASSIFICATION
 
-    def require_classification(self, purpose: str, hint: str | None = None) -> None:
+    def require_classification(self, purpose: str) -> None:
         """Raise JobError for a task of the user's own."""
         if not self.is_classification:
             rule = f"{purpose} needs task: classification, where outputs are scores of classes"
-            raise JobError([Problem("task.name", rule, repr(self.name), hint)])
+            raise JobError([Problem("task.name", rule, repr(self.name))])
 
 
 class LossSection(NamedSection):

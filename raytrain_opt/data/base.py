@@ -332,8 +332,7 @@ def count_classes(
         return ()
     limit = min(num_classes, len(labels) + 5)  # a label of 10^13 would take all memory
     counts = np.bincount(labels[labels < limit], minlength=limit)
-    missing = np.flatnonzero(counts == 0)
-    if len(missing):
+    if len(missing := np.flatnonzero(counts == 0)):
         classes = first_of([str(number) for number in missing])
         rule = f"the training set has no sample of class {classes} of its {num_classes} classes"
         raise DataError(field, f"{rule}; classes are numbered from 0, without gaps")
@@ -363,8 +362,7 @@ class DataFingerprint:
 
     def require_same(self, info: DataInfo) -> None:
         """Raise DataError that says what changed in the data since the checkpoint."""
-        now = DataFingerprint.of(info)
-        if now == self:
+        if (now := DataFingerprint.of(info)) == self:
             return
         changes = [f"class {name} is gone" for name in self.classes if name not in now.classes]
         changes += [f"class {name} is new" for name in now.classes if name not in self.classes]

@@ -167,8 +167,7 @@ def list_folder(folder: Path, left_out: Counter[str], seen: dict[str, str]) -> I
     Raises OSError, also for a file that was seen: it has one class and belongs to one set.
     """
     folder = folder.absolute()
-    classes = class_folders(folder, left_out)
-    if not classes:
+    if not (classes := class_folders(folder, left_out)):
         raise FileNotFoundError("it has no folder of a class")
 
     def pairs() -> Iterator[tuple[str, int]]:
@@ -246,8 +245,7 @@ def left_out_note(left_out: Counter[str]) -> tuple[str, ...]:
 def _read_labels(section: ImageFolderData, path: str) -> dict[SourceSplit, ImageFiles]:
     """Read the files of both sets from the CSV file `data.labels`."""
     try:
-        content = storage.read(*storage.split(path))
-        if content is None:
+        if (content := storage.read(*storage.split(path))) is None:
             raise ValueError("does not exist")
         files = _listed_files(content, os.path.abspath(os.path.expanduser(section.root)))
         # Of three sets, val is evaluated after each epoch.
@@ -312,8 +310,7 @@ def _open_folders(
     root = Path(section.root).expanduser()
 
     def open_folder(field: str) -> ImageFiles:
-        folder = root / getattr(section, field)
-        if not folder.is_dir():
+        if not (folder := root / getattr(section, field)).is_dir():
             rule = "image_folder needs data.root/<split>/<class>/<image files>, on every node"
             raise DataError(f"data.{field}", f"there is no folder {folder.absolute()}; {rule}")
         try:

@@ -134,8 +134,7 @@ def load_arrays(section: ArraysData) -> DatasetArrays:
 
 
 def _read_npy(path: str, field: str) -> NamedArray:
-    file = Path(path).expanduser()
-    if not file.is_file():
+    if not (file := Path(path).expanduser()).is_file():
         raise DataError(field, f"there is no file {file.absolute()}; write it with numpy.save")
     try:
         with file.open("rb") as stream:  # numpy.load would take other formats, too
@@ -205,8 +204,7 @@ def check_labels(array: NamedArray, num_classes: float = math.inf) -> None:
     if not np.issubdtype(y.dtype, np.integer) or y.ndim != 1 or len(y) == 0:
         rule = "labels must be integer class indices of shape [samples]"
         raise array.error(f"has type {y.dtype} and shape {y.shape}; {rule}")
-    is_wrong = (y < 0) | (y >= num_classes)
-    if is_wrong.any():
+    if (is_wrong := (y < 0) | (y >= num_classes)).any():
         first = int(is_wrong.argmax())
         rule = f"has {is_wrong.sum()} labels below 0 or above the classes of the training set"
         raise array.error(f"{rule}; the first is {y[first]}, of sample {first}")

@@ -162,8 +162,8 @@ class _ReusedLoader:
     """
 
     def __init__(self, section: LoaderSection, reader: BatchReader, device: torch.device) -> None:
-        self._fixed, self._device = section.fixed_workers, device
-        self._reader, self._sampler = reader, _RequestSampler()
+        self._fixed = None if section.loader_workers == "auto" else section.loader_workers
+        self._device, self._reader, self._sampler = device, reader, _RequestSampler()
         self._loader: DataLoader[Any] | None = None
         self._batches: Iterator[Any] | None = None
         self._phase = 0

@@ -80,8 +80,7 @@ def split_validation(size: int, hold_out: HoldOut, seed: int) -> tuple[Indices, 
 
     Raises DataError when no training sample is left.
     """
-    count = hold_out.count(size)
-    if count >= size:
+    if (count := hold_out.count(size)) >= size:
         rule = f"the validation split takes all {size} samples, so no sample is left to train on"
         hint = f"use more samples, or data.validation_fraction: 0 (now {hold_out.fraction})"
         raise DataError("data", f"{rule}; {hint}")

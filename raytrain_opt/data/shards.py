@@ -163,8 +163,7 @@ class Shard:
         folder, name = storage.split(self.place)
         cached = os.path.expanduser(cache), f"{digest([self.place.encode()])}.index"
         for place in ((folder, f"{name}.index"), cached):
-            index = parse_index(storage.read(*place) or b"", self)
-            if index is not None:
+            if (index := parse_index(storage.read(*place) or b"", self)) is not None:
                 return index
         with storage.storage_errors(f"{self.place} cannot be read"):
             file: Any = (

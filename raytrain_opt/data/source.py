@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, ClassVar
 
+from torch.utils.data import default_collate
+
 from raytrain_opt.data.base import DataSource, SourceSplit
 from raytrain_opt.data.images import center_crop, random_crop
 from raytrain_opt.data.sampling import Indices
@@ -39,8 +41,6 @@ class SampleSource(DataSource):
 
     def collate(self, split: SourceSplit, samples: list[Sample]) -> Any:
         """Return the batch of these samples."""
-        from torch.utils.data import default_collate  # not at the top: the driver needs no torch
-
         return default_collate(samples)
 
 

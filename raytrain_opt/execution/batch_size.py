@@ -165,7 +165,8 @@ def run_probes(
             probes.append(probe)
         number += 1
         reason = _CHECK_REASON if is_check else proposal.reason
-        on_probe(BatchSizeProbeRecord.from_probe(number, probe, reason, check=is_check))
+        values = {"probe": number, "check": is_check, "reason": reason, "error": probe.why}
+        on_probe(BatchSizeProbeRecord.from_values(vars(probe) | values))
 
 
 def _summary(record: BatchSizeRecord, job: Job, train_size: int) -> Iterator[str]:
@@ -181,8 +182,7 @@ def _summary(record: BatchSizeRecord, job: Job, train_size: int) -> Iterator[str
         f"({scaling_of(job)[0]}); updates: {before} -> {after}; {record.probes} probes, "
         f"{record.duration_s:.1f} s"
     )
-    factor = lr_after / lr_before
-    if factor > LARGEST_LR_FACTOR:
+    if (factor := lr_after / lr_before) > LARGEST_LR_FACTOR:
         yield (
             f"warning: learning_rate.initial grows {factor:.3g}-fold, as max_batch_size allows. "
             f"Beyond {LARGEST_LR_FACTOR} the training may end worse or diverge. Use a warm-up "

@@ -53,8 +53,7 @@ class Callbacks:
         self._callbacks: list[Any] = []
         for kind in _classes(job, paths.run_id):
             with self._logged(getattr(kind, "__name__", str(kind)), "__init__"):
-                callback = kind(job, str(paths.local))
-                if callback is None:
+                if (callback := kind(job, str(paths.local))) is None:
                     raise TypeError("it returned None; give a class")
                 self._callbacks.append(callback)
 

@@ -216,8 +216,7 @@ def _sample_flops(
 
     if not job.learning_rate.searches_first:
         return 0.0, math.inf
-    counted = count_flops(task, model, batch)
-    if math.isfinite(counted):
+    if math.isfinite(counted := count_flops(task, model, batch)):
         return counted, counted
     weights = sum(parameter.numel() for parameter in model.parameters())
     return counted, 6.0 * weights * math.prod(shape or ())

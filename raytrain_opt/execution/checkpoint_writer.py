@@ -102,16 +102,14 @@ class CheckpointWriter:
         """
         self.wait()
         self.interval.restart()
-        point = progress.reached
-        if point == self._reached:
+        if (point := progress.reached) == self._reached:
             return
         self._reached = point
         self._epoch = epoch = point.epoch
 
         def write() -> None:
             began_s = monotonic_s()
-            tensor = state.first_not_finite()
-            if tensor is not None:
+            if (tensor := state.first_not_finite()) is not None:
                 raise DivergedError(
                     f"after epoch {epoch}: {tensor} is not finite, so this state was not saved. "
                     "Lower learning_rate.initial or add a warm-up (learning_rate.warmup)."

@@ -152,8 +152,7 @@ class TrainingLength:
 
     def _stop_reason(self) -> tuple[str, bool]:
         """Return why the `stop` section would end the run, if it would, and whether it does."""
-        section = self._job.stop
-        if section is None:
+        if (section := self._job.stop) is None:
             return "", False
         metric = next((r.metric for r in self.records if r.metric is not None), Metric())
         values = [record.test_metrics.get(metric.name) for record in self.records]

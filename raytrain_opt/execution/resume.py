@@ -78,8 +78,7 @@ def check_continues(
     length.
     """
     problems = _differences(job, trained, run_dir)
-    changes = [problem for problem in problems if not problem.path.startswith(_LENGTH)]
-    if changes:
+    if changes := [problem for problem in problems if not problem.path.startswith(_LENGTH)]:
         allowed = ", ".join(name.rstrip(".") for name in (*_LENGTH, *_HARMLESS))
         path, rule = "resume", f"continues {run_dir}, in which only {allowed} can change"
         hint = f"put the values back; {_new_run(job, run_dir)}"
@@ -160,10 +159,8 @@ def _differences(job: Job, then: Mapping[str, Any], run_dir: str) -> list[Proble
 def _settled_fields(job: Job, run_dir: str) -> dict[str, Any]:
     """Return the fields of the job as that run writes it: with the batch size that it found."""
     batch_size = job.global_batch_size
-    if job.batch_size_search is not None:
-        record = read_record(run_dir, BatchSizeRecord)
-        if record is not None:
-            batch_size = record.batch_size_per_worker * job.workers.size
+    if job.batch_size_search is not None and (record := read_record(run_dir, BatchSizeRecord)):
+        batch_size = record.batch_size_per_worker * job.workers.size
     return job_fields(settle(job, Placement.from_job(job), batch_size))
 
 

@@ -97,8 +97,7 @@ class TrainingRun:
 
     def initial_state(self) -> StateRef:
         # All processes start from one state: equal seeds need not give equal weights in each.
-        slots = self.pools.slots
-        if slots is not None:
+        if (slots := self.pools.slots) is not None:
             self.terminal.phase(f"starting {slots.size} slots")
             slots.wait_until_ready(self.job.timeouts.start_s)
             self.startup.mark("slots_ready_s")
@@ -368,8 +367,9 @@ class TrainingRun:
         self.event_log.resume_clock(epoch, text, self.progress.partial_epoch.duration_s)
         self.length.resume(self.recorder.read(EpochRecord), self.history)
         if self._epoch.round is not None:
-            candidates = read_candidates(folder)
-            self._epoch.round = self._epoch.round.with_states(candidates, self.pools.states)
+            put, states = self.pools.states.put, read_candidates(folder)
+            refs = {i: put(f"candidate {i}, resumed", state) for i, state in states.items()}
+            self._epoch.round = replace(self._epoch.round, states=refs)
         return self.pools.states.put(checkpoint.folder, state)
 
     def _on_wait(self, pool: str, progress: Progress | None) -> None:

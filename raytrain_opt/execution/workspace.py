@@ -149,8 +149,7 @@ def how_to_resume(paths: RunPaths, job: Job, options: str = "") -> str:
     """Say how much of a run that ended early is saved, and the command that resumes it."""
     if paths.result.exists() and paths.is_published:
         return f"the training is finished: {paths.shown}"
-    checkpoints = read_index(paths.checkpoints)
-    if not checkpoints:
+    if not (checkpoints := read_index(paths.checkpoints)):
         return f"no checkpoint was saved yet in {paths.shown}"
     run_dir = paths.shown if paths.is_published else str(paths.local)
     reached = checkpoints[-1].reached

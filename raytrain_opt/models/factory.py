@@ -147,8 +147,7 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
     """Train no parameter whose name matches a pattern; raises JobError if none does."""
     parameters = dict(model.named_parameters(remove_duplicate=False))  # tied: by any name
     for i, pattern in enumerate(patterns):
-        matching = [p for name, p in parameters.items() if fnmatchcase(name, pattern)]
-        if not matching:
+        if not (matching := [p for name, p in parameters.items() if fnmatchcase(name, pattern)]):
             rule = f"matches no parameter of this model ({', '.join([*parameters][:3])}, …)"
             raise JobError([Problem(f"model.freeze.{i}", rule, repr(pattern))])
         for parameter in matching:

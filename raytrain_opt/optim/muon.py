@@ -112,7 +112,7 @@ class Muon(BatchedOptimizer):
         matrices = [_to_matrix(u, p) for u, p in zip(updates, params, strict=True)]
         shapes = [matrix.shape for matrix in matrices]
         results = self._orthogonalize(matrices, iteration_dtype(params[0]))
-        for indices in _equal_shapes(range(len(shapes)), shapes):
+        for indices in _equal_shapes(shapes):
             rows, columns = shapes[indices[0]]
             lr = float(group["lr"]) * math.sqrt(max(1, rows / columns))
             changes = [_from_matrix(results[i], params[i]).to(params[i].dtype) for i in indices]
@@ -182,7 +182,7 @@ def split_work(shapes: Sequence[torch.Size], ranks: int) -> list[list[list[int]]
     # The same for any number of ranks, because a kernel may round by their size.
     batches = [
         indices[start : start + _BATCH]
-        for indices in _equal_shapes(range(len(shapes)), shapes)
+        for indices in _equal_shapes(shapes)
         for start in range(0, len(indices), _BATCH)
     ]
     costs = [len(batch) * min(s := shapes[batch[0]]) * s.numel() for batch in batches]
@@ -209,11 +209,11 @@ def _exchange(
     }
 
 
-def _equal_shapes(indices: Iterable[int], shapes: Sequence[torch.Size]) -> list[list[int]]:
-    """Return the indices in lists, each with those of one shape."""
+def _equal_shapes(shapes: Sequence[torch.Size]) -> list[list[int]]:
+    """Return the indices of the shapes in lists, each with those of one shape."""
     by_shape: dict[torch.Size, list[int]] = {}
-    for index in indices:
-        by_shape.setdefault(shapes[index], []).append(index)
+    for index, shape in enumerate(shapes):
+        by_shape.setdefault(shape, []).append(index)
     return list(by_shape.values())
 
 

@@ -37,8 +37,7 @@ def lr_at(policy: SchedulePolicy, step: float, *, steps: int, steps_per_epoch: i
     at `initial`: who knows the losses multiplies it.
     """
     initial, final = policy.initial, policy.final
-    warmup = policy.warmup.length(steps_per_epoch)
-    if step < warmup:
+    if step < (warmup := policy.warmup.length(steps_per_epoch)):
         return warmup_lr(policy.warmup, initial, step, warmup)
     since, decay = step - warmup, steps - warmup
     done = 1.0 if since >= decay else since / decay

@@ -22,8 +22,7 @@ def set_momentum(optimizer: Optimizer, warmup: MomentumWarmup | None, epoch: flo
     """Set the momentum after `epoch` epochs of a warm-up. Raises JobError where there is none."""
     if warmup is None:
         return
-    final = optimizer.defaults.get("momentum")
-    if final is None:
+    if (final := optimizer.defaults.get("momentum")) is None:
         rule = f"{type(optimizer).__name__} has no argument momentum; remove it"
         raise JobError([Problem("optimizer.momentum_warmup", rule)])
     risen = min(1.0, epoch / warmup.epochs)

@@ -199,8 +199,7 @@ class CandidateTrainer(LearnerHandler):
         """Keep the last state if it is the best so far, and no other."""
         if not plan.keeps_winner or not self._results:
             return
-        best = plan.best(self._results).candidate.index
-        if best == self._live_candidate:
+        if (best := plan.best(self._results).candidate.index) == self._live_candidate:
             self._kept_states = {best: self.learner.state(copy=True)}
 
     def _score(self, candidate: Candidate, trained: TrainTotals) -> CandidateResult:

@@ -111,8 +111,7 @@ class PoolState:
 
     def take_reply(self, reply: Message) -> None:
         """Keep the first reply of a resident."""
-        index = reply.sender.index
-        if index in self.replies:
+        if (index := reply.sender.index) in self.replies:
             return
         self.hear(index)
         self.replies[index] = reply.value
@@ -121,8 +120,7 @@ class PoolState:
 
     def take_progress(self, index: int, progress: Progress) -> None:
         """Record steps; without new ones it is no sign of life, or a later one overtook it."""
-        known = self.progress.get(index)
-        if known is None or progress.done > known.done:
+        if (known := self.progress.get(index)) is None or progress.done > known.done:
             self.hear(index)
             self.progress[index] = progress
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import Field
 
 from raytrain_opt.errors import PoolError
 from raytrain_opt.pools.commands import CandidatePart, Pretrain, SendCandidateState, StateRef
-from raytrain_opt.pools.protocol import IsDue, Pool, Segments, StateStore
+from raytrain_opt.pools.protocol import IsDue, Pool, Segments
 from raytrain_opt.results import TrainTotals
 from raytrain_opt.search.policy import Candidate, CandidateResult, TryCandidates
-
-if TYPE_CHECKING:
-    from raytrain_opt.train.state import TrainingState
 
 
 @dataclass(frozen=True)
@@ -42,19 +39,6 @@ class RoundProgress:
     def _steps(self) -> dict[int, int]:
         whole = {result.candidate.index: self.action.pretrain_steps for result in self.results}
         return whole | {index: totals.steps for index, totals in self.totals.items()}
-
-    @property
-    def best(self) -> CandidateResult | None:
-        """The result whose state the training may continue from, so far."""
-        if not self.results or not self.action.keeps_winner:
-            return None
-        best = self.action.best(self.results)
-        return best if best.status == "ok" else None
-
-    def with_states(self, states: Mapping[int, TrainingState], store: StateStore) -> RoundProgress:
-        """Return the progress with these states, which a checkpoint had."""
-        refs = {i: store.put(f"candidate {i}, resumed", state) for i, state in states.items()}
-        return replace(self, states=refs)
 
     def after(self, replies: Mapping[Candidate, object]) -> RoundProgress:
         """Return the progress with the replies to a `Pretrain`; without one, one is lost."""
@@ -109,8 +93,9 @@ class CandidateTraining:
 
     def with_best(self, start: StateRef, progress: RoundProgress) -> RoundProgress:
         """Return the progress with the state of the best candidate, if it may be kept."""
-        best = progress.best
-        if best is None:
+        results, action = progress.results, progress.action
+        best = action.best(results) if results and action.keeps_winner else None
+        if best is None or best.status != "ok":
             return progress
         parts = {index: progress.states[index] for index in progress.totals}
         ref = self.fetch_state(start, progress, best)

@@ -100,9 +100,8 @@ class Slot(CandidateTrainer):
     def __init__(
         self, learner: Learner, index: int, states: States, candidate_batch: CandidateBatch | None
     ) -> None:
-        config = learner.config
-        count = config.micro_batches
-        local = max(1, count // config.worker_count)
+        count = learner.config.micro_batches
+        local = max(1, count // learner.config.worker_count)
         indices = range(local if candidate_batch == "local" else count)
         super().__init__(learner, index, states, MicroBatches(indices, count))
         self._sampler: Sampler | None = None  # of a slot that probes

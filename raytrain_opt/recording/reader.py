@@ -81,5 +81,4 @@ def _parse(text: bytes, kind: type[R], source: str) -> R:
     try:
         return kind.model_validate_json(text)
     except ValidationError as error:
-        rule = f"is damaged ({first_error(error)}); {REMEDY}"
-        raise RecordError(f"{source}: {rule}") from error
+        raise RecordError(f"{source}: is damaged ({first_error(error)}); {REMEDY}") from error

@@ -178,11 +178,9 @@ class EventLog:
 
     def write(self, epoch: int, events: Sequence[Event]) -> None:
         """Record events whose times are on this process's clock."""
-        records = []
         for event in events:
             update = {"epoch": epoch, "time_s": event.time_s - self._run_start_s, "utc": utc_now()}
-            records.append(event.model_copy(update=update))
-        self._recorder.add(*records)
+            self._recorder.add(event.model_copy(update=update))
 
     def close_with(self, epoch: int, error: BaseException) -> None:
         """Record why the run ends early. `error` gets a note when that fails."""

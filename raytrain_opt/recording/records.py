@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from raytrain_opt.results import MAX_MISTAKES, Metric, Predictions, Probe
+from raytrain_opt.results import MAX_MISTAKES, Metric, Predictions
 from raytrain_opt.search.fixed_schedule import RecordedEpoch
 from raytrain_opt.search.policy import NOT_DECIDED
 
@@ -248,14 +248,6 @@ class BatchSizeProbeRecord(Record):
     peak_memory_mib: Number = Field(description="Peak memory of the slot that probes.")
     error: str = Field(description="Message of the out-of-memory error; otherwise empty.")
     pid: int | None = Field(None, description="Process that measured; null when it died.")
-
-    @classmethod
-    def from_probe(
-        cls, number: int, probe: Probe, reason: str, *, check: bool
-    ) -> BatchSizeProbeRecord:
-        """Return the record of the probe with this number."""
-        values = {"probe": number, "check": check, "reason": reason, "error": probe.why}
-        return cls.from_values(vars(probe) | values)
 
 
 class BatchSizeRecord(Record):

@@ -77,8 +77,7 @@ def _metric(run: RunRecords) -> Plot:
             (False, "other candidates", GREY, 0.9),
             (True, "winner", ORANGE, 1.5),
         ):
-            lines = _candidate_lines(run, winners=winners)
-            if len(lines):
+            if len(lines := _candidate_lines(run, winners=winners)):
                 x, y = lines[..., 0], lines[..., 1]
                 axes.plot(x.ravel(), y.ravel(), color=line_color, linewidth=width, label=label)
                 axes.plot(x[:, 1], y[:, 1], linestyle="", color=line_color, **_DOTS)

@@ -136,8 +136,7 @@ def _saved_epochs(run_dir: str) -> int:
 
 
 def _read_job(run_dir: str) -> Mapping[str, Any]:
-    text = read_text(run_dir, "job.yaml")
-    if text is None:
+    if (text := read_text(run_dir, "job.yaml")) is None:
         rule = "holds no run: it has no job.yaml"
         raise JobError([Problem("RUN_DIR", rule, repr(run_dir))], "arguments")
     job = read_yaml(text, f"{run_dir}/job.yaml")

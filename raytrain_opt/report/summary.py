@@ -120,8 +120,7 @@ def _unfinished(run: RunRecords) -> Iterator[str]:
 
 
 def _failures(run: RunRecords) -> Iterator[str]:
-    restarts = [event for event in run.events if event.kind == "restarted"]
-    if restarts:
+    if restarts := [event for event in run.events if event.kind == "restarted"]:
         processes = Counter(event.process or "?" for event in restarts)
         names = ", ".join(f"{name} ({number} ×)" for name, number in processes.items())
         yield (
@@ -168,6 +167,5 @@ def _edge(run: RunRecords) -> Iterator[str]:
 
 
 def _skipped(run: RunRecords) -> Iterator[str]:
-    skipped = sum(epoch.skipped for epoch in run.epochs)
-    if skipped:
+    if skipped := sum(epoch.skipped for epoch in run.epochs):
         yield f"{times(skipped, 'sample')} skipped as unreadable (data.on_unreadable: skip)"

@@ -135,8 +135,7 @@ class CandidateResult:
     @classmethod
     def lost(cls, candidate: Candidate) -> CandidateResult:
         """Return the result of a candidate whose slot died too often."""
-        nan = math.nan
-        return cls(candidate, "lost", nan, nan, nan, 0, 0.0, slot=-1)
+        return cls(candidate, "lost", math.nan, math.nan, math.nan, 0, 0.0, slot=-1)
 
 
 @dataclass(frozen=True)

@@ -66,27 +66,25 @@ class Stpt(Policy):
         if epoch <= self.warmup.epochs:
             return self._train_warmup(epoch)
         multipliers, steps = self.section.multipliers(epoch, self.epochs), self.steps(epoch)
-        if len(multipliers) == 1:
-            return self._train_without_search(epoch, *multipliers)
+        if len(multipliers) == 1:  # no search (m = 1): the multiplier still accumulates
+            lr = self.section.initial * multipliers[0] ** (epoch - self.warmup.epochs)
+            return TrainEpoch(epoch, Steps(0, (lr,) * steps))
         alpha = self.section.alpha_steps(steps)
         if history.is_decided(epoch):
             lrs = (history.decisions[-1].next_base_lr,) * (steps - alpha)
             return TrainEpoch(epoch, self.steps.last(epoch, lrs))
-        self._raise_if_all_diverged(epoch, history)
+        failed = [decision for decision in history.rounds_of(epoch) if decision.winner is None]
+        if len(failed) > _MAX_HALVINGS:
+            tried = [result for decision in failed for result in decision.tried]
+            raise all_diverged(epoch, (decision.base_lr for decision in failed), tried)
         base_lr = history.latest.next_base_lr if history.latest else self.section.initial
         candidates = tuple(
             Candidate(i, factor, base_lr * factor) for i, factor in enumerate(multipliers)
         )
         reason = f"pre-train {len(candidates)} candidates for {alpha} iterations"
-        shape = (1.0,) * alpha
         return TryCandidates(
-            epoch, base_lr, reason, candidates, shape, "val_metric", keeps_winner=True
+            epoch, base_lr, reason, candidates, (1.0,) * alpha, "val_metric", keeps_winner=True
         )
-
-    def _train_without_search(self, epoch: int, multiplier: float) -> TrainEpoch:
-        """Return an epoch with a single candidate (m = 1): its multiplier still accumulates."""
-        lr = self.section.initial * multiplier ** (epoch - self.warmup.epochs)
-        return TrainEpoch(epoch, Steps(0, (lr,) * self.steps(epoch)))
 
     def _train_warmup(self, epoch: int) -> TrainEpoch:
         per_epoch, count, warmup = self.steps.first, self.steps(epoch), self.warmup
@@ -94,12 +92,6 @@ class Stpt(Policy):
         steps = (first + step * per_epoch / count for step in range(count))
         lrs = tuple(warmup_lr(warmup, self.section.initial, step, total) for step in steps)
         return TrainEpoch(epoch, Steps(0, lrs))
-
-    def _raise_if_all_diverged(self, epoch: int, history: History) -> None:
-        failed = [decision for decision in history.rounds_of(epoch) if decision.winner is None]
-        if len(failed) > _MAX_HALVINGS:
-            tried = [result for decision in failed for result in decision.tried]
-            raise all_diverged(epoch, (decision.base_lr for decision in failed), tried)
 
     def decide(
         self, action: TryCandidates, results: Sequence[CandidateResult], history: History

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from raytrain_opt.random_state import preserve_modes
 from raytrain_opt.results import BufferUpdates
 from raytrain_opt.train.tree_sum import TreeSum
 
@@ -39,7 +38,7 @@ def set_momentum(model: nn.Module, momentum: float | None) -> None:
 
 def freeze_statistics(model: nn.Module, patterns: Sequence[str]) -> None:
     """Keep BatchNorm layers in eval mode whose weights match a pattern, also in training."""
-    for name, layer in _layers(model).items():
+    for name, layer in layers_with_statistics(model).items():
         if any(fnmatchcase(f"{name}.weight", pattern) for pattern in patterns):
             layer.train = MethodType(_stay_in_eval_mode, layer)  # type: ignore[method-assign]
             layer.eval()
@@ -160,7 +159,8 @@ def collect_buffers(model: nn.Module, batches: int) -> BufferUpdates:
         for name, buffer in model.named_buffers()
         if buffer.is_floating_point()
     }
-    trained = frozenset(name for name, layer in _layers(model).items() if layer.training)
+    layers = layers_with_statistics(model).items()
+    trained = frozenset(name for name, layer in layers if layer.training)
     return BufferUpdates(batches, values, trained)
 
 
@@ -171,30 +171,28 @@ def recalibrate(model: nn.Module, steps: Iterable[Callable[[], object]]) -> None
     `model.train()`. `steps`: the forward passes of each step, which end with
     `StepBuffers.end_step`. Autocast is up to the caller.
     """
-    with preserve_modes(model), torch.no_grad():
+    modes = [(module, module.training) for module in model.modules()]
+    momenta: list[tuple[_BatchNorm, float | None]] = []
+    try:
         model.train()
-        layers = [layer for layer in _layers(model).values() if layer.training]
-        momenta = [layer.momentum for layer in layers]
+        layers = [layer for layer in layers_with_statistics(model).values() if layer.training]
+        momenta += [(layer, layer.momentum) for layer in layers]
         for layer in layers:
             layer.reset_running_stats()
-        try:
-            for number, forward in enumerate(steps, 1):
-                for layer in layers:
-                    # With the momentum None, torch reads the number of batches from the device.
-                    layer.momentum = 1 / number
-                with torch.enable_grad():  # a loss may use torch.autograd.grad
-                    forward()
-        finally:
-            for layer, momentum in zip(layers, momenta, strict=True):
-                layer.momentum = momentum
+        for number, forward in enumerate(steps, 1):
+            for layer in layers:
+                # With the momentum None, torch reads the number of batches from the device.
+                layer.momentum = 1 / number
+            with torch.enable_grad():  # a loss may use torch.autograd.grad
+                forward()
+    finally:
+        for layer, momentum in momenta:
+            layer.momentum = momentum
+        for module, training in modes:
+            module.training = training
 
 
-def has_statistics(model: nn.Module) -> bool:
-    """Return whether the model has BatchNorm layers that track statistics."""
-    return bool(_layers(model))
-
-
-def _layers(model: nn.Module) -> dict[str, _BatchNorm]:
+def layers_with_statistics(model: nn.Module) -> dict[str, _BatchNorm]:
     """Return the BatchNorm layers that track statistics, by name."""
     return {
         name: module

@@ -163,7 +163,7 @@ def _measure(
     training.model.train()
     loop.run(_WARMUP_STEPS, _WARMUP_S)
     with watch_utilization(sampler, section.utilization_period_s) as utilization:
-        loop.begin_timing()
+        loop.timer.begin()
         while not _is_precise(loop.step_times_s(), len(utilization), section, steps_factor):
             loop.run(_TIMED_STEPS, _TIMED_S, min_steps=_MIN_STEPS)
     step_s, part_s = loop.step_times_s(), loop.timings_s().mean(axis=0)
@@ -191,12 +191,8 @@ def _measure(
 class _Loop:
     def __init__(self, training: ProbedTraining, batch_size: int) -> None:
         self._training = training
-        self._timer = step_timer_for(training.device)
-        self._batches = training.batches(batch_size, self._timer.mark)
-
-    def begin_timing(self) -> None:
-        self._timer.reset()
-        self._timer.mark()
+        self.timer = step_timer_for(training.device)
+        self._batches = training.batches(batch_size, self.timer.mark)
 
     def run(self, steps: int, limit_s: float, min_steps: int = 1) -> None:
         """Run up to `steps` steps; after `limit_s`, stop once `min_steps` are done."""
@@ -207,7 +203,7 @@ class _Loop:
             self._step()
 
     def _step(self) -> None:
-        training, mark = self._training, self._timer.mark
+        training, mark = self._training, self.timer.mark
         batch = next(self._batches)  # marks the time between waiting and copying
         mark()
         training.optimizer.zero_grad(set_to_none=True)
@@ -221,7 +217,7 @@ class _Loop:
 
     def timings_s(self) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Return the seconds, [step, part]."""
-        return np.reshape(self._timer.intervals_s(), (-1, len(STEP_PARTS)))
+        return np.reshape(self.timer.intervals_s(), (-1, len(STEP_PARTS)))
 
     def step_times_s(self) -> list[float]:
         """Return the seconds of each timed step, from the end of the step before."""

@@ -31,10 +31,8 @@ def compile_model(setting: Compile, model: nn.Module, device: torch.device) -> C
     """
     is_auto = setting == "auto"
     if is_auto:
-        setting = "none"
-        if device.type == "cuda":
-            has_attention = any(_ATTENTION.search(type(m).__name__) for m in model.modules())
-            setting = "default" if has_attention else "none"
+        has_attention = any(_ATTENTION.search(type(m).__name__) for m in model.modules())
+        setting = "default" if device.type == "cuda" and has_attention else "none"
     if setting != "none":
         # What nobody asked to compile must not end a run: it stays eager, with a warning.
         torch._dynamo.config.suppress_errors = is_auto

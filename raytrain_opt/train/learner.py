@@ -302,7 +302,7 @@ class Learner:
         count = self.config.batch_norm.recalibrate_batches
         if fresh or averaging.averages_weights(self.optimizer):
             count = count or _STATISTICS_BATCHES
-        if count and batch_norm.has_statistics(self.model):
+        if count and batch_norm.layers_with_statistics(self.model):
             self._recalibrate(count)
         self._compare_ranks()
 

@@ -84,8 +84,7 @@ class LoadBalance:
 
     def begin_measurement(self) -> None:
         self._updates = self._computed = 0
-        self._timer.reset()
-        self._timer.mark()
+        self._timer.begin()
 
     def on_gradients(self) -> None:
         """Call this when all gradients of an update are computed, before they are received."""
@@ -98,8 +97,7 @@ class LoadBalance:
         self._timer.mark()
         if self._updates == 1:  # it waited for loaders to start, kernels to be chosen, compiling
             self._computed = 0
-            self._timer.reset()
-            self._timer.mark()
+            self._timer.begin()
 
     def end_measurement(self) -> None:
         """Exchange what the ranks have measured, if they made several updates."""

@@ -131,15 +131,11 @@ def failed_steps(
         try:
             repair()
         except RuntimeError as broken:
-            raise lone_failure(error) from broken
-
-
-def lone_failure(error: Exception) -> UserCodeError:
-    """Return the error of a group in which one rank raised this and the others wait for it."""
-    return UserCodeError(
-        f"{describe(error)} (at {origin(error)}) was raised by this worker, while others wait for "
-        "it in a collective that the model calls itself; raise it on all workers, or on none"
-    )
+            raise UserCodeError(
+                f"{describe(error)} (at {origin(error)}) was raised by this worker, while others "
+                "wait for it in a collective that the model calls itself; raise it on all "
+                "workers, or on none"
+            ) from broken
 
 
 def _is_failed_step(error: Exception) -> bool:

@@ -99,13 +99,12 @@ def fit_pretrained(
     common = [n for n in own if n in pretrained and own[n].is_floating_point()]
     numbers = ((n, pretrained[n]) for n in common)
     bad = {n for n, t in numbers if not (t.is_floating_point() and t.isfinite().all())}
-    problems = [
+    if problems := [
         *_problems("are missing in the weights", set(own) - set(pretrained)),
         *_problems("are not in this network", set(pretrained) - set(own)),
         *_problems("have another shape", shapes),
         *_problems("hold no finite numbers, or quantized ones", bad),
-    ]
-    if problems:
+    ]:
         raise JobError(problems)
     return {name: tensor for name, tensor in pretrained.items() if name not in different}
 

@@ -117,8 +117,7 @@ def _parameters_of(loss: Tensor) -> Iterator[nn.Parameter]:
     nodes = [loss.grad_fn] if loss.grad_fn is not None else []
     seen = set(nodes)
     for node in nodes:  # which grows
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, nn.Parameter):
+        if isinstance(leaf := getattr(node, "variable", None), nn.Parameter):
             yield leaf
         inputs = {n: None for n, _ in node.next_functions if n is not None and n not in seen}
         seen.update(inputs)
@@ -139,14 +138,13 @@ def _try_update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     except Exception:  # noqa: BLE001 - it may need a GPU, which the driver's node need not have
         return
     rates = {p: float(g["lr"]) for g in optimizer.param_groups for p in g["params"]}
-    untrained = [
+    if untrained := [
         name
         for name, p in model.named_parameters()
         if p.grad is not None
         and torch.equal(p, before[name])
         and not torch.equal(p, p - rates.get(p, 0.0) / _VISIBLE * p.grad)
-    ]
-    if untrained:
+    ]:
         rule = f"does not change parameters that have a gradient: {first_of(untrained)}"
         hint = "train them in `step`, or freeze them: model.freeze"
         raise JobError([Problem("optimizer.name", rule, None, hint)])

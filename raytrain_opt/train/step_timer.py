@@ -26,9 +26,10 @@ class StepTimer:
         """Mark the present time; on a GPU, the time when the work queued so far is done."""
         self._marks_s.append(monotonic_s())
 
-    def reset(self) -> None:
-        """Drop all marks."""
+    def begin(self) -> None:
+        """Drop all marks, and mark the present time."""
         self._marks_s.clear()
+        self.mark()
 
     def intervals_s(self) -> list[float]:
         """Return the seconds between consecutive marks. Waits for the device."""
@@ -50,10 +51,11 @@ class _CudaTimer(StepTimer):
         event.record(torch.cuda.current_stream(self._device))
         self._events.append(event)
 
-    def reset(self) -> None:
+    def begin(self) -> None:
         torch.cuda.synchronize(self._device)
         self._events.clear()
         self._intervals_s.clear()
+        self.mark()
 
     def intervals_s(self) -> list[float]:
         torch.cuda.synchronize(self._device)

@@ -129,8 +129,7 @@ def _class_weights(
     section: LossSection, info: DataInfo, device: torch.device | str
 ) -> Tensor | None:
     """Return `loss.class_weights`, [num_classes]; raises JobError."""
-    weights = section.class_weights
-    if weights is None:
+    if (weights := section.class_weights) is None:
         return None
     path = "loss.class_weights"
     if weights == "balanced":
@@ -194,8 +193,7 @@ def aggregate(task: Any, parts: Sequence[Mapping[str, list[Any]]]) -> dict[str, 
 def _join(name: str, batches: list[Any]) -> Any:
     if isinstance(batches[0], list):
         return list(chain.from_iterable(batches))
-    shapes = sorted({tuple(batch.shape[1:]) for batch in batches})
-    if len(shapes) > 1:
+    if len(shapes := sorted({tuple(batch.shape[1:]) for batch in batches})) > 1:
         rule = f"{name} has shapes {shapes[0]} and {shapes[-1]} in two batches, without the first"
         hint = f"axis; return a list with the values of each sample: list({name})"
         raise DataError("task", f"aggregate gets all outputs as one tensor, but {rule} {hint}")
@@ -351,8 +349,7 @@ def _check_name(name: NameOrFunction, path: str, built_in: str, form: str) -> li
 
 
 def _user_loss(name: NameOrFunction, device: torch.device | str) -> Callable[..., Any]:
-    function = resolve_function(name, "loss.name")
-    if not isinstance(function, Instance):
+    if not isinstance(function := resolve_function(name, "loss.name"), Instance):
         return function
     loss = function()
     return loss.to(device) if isinstance(loss, nn.Module) else loss

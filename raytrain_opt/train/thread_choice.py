@@ -75,7 +75,6 @@ def _time_s(step: Callable[[], None]) -> float:
     for _ in range(2):
         began_s = monotonic_s()
         step()
-        step_s = monotonic_s() - began_s
-        if step_s > _SHORT_S:
+        if (step_s := monotonic_s() - began_s) > _SHORT_S:
             break
     return step_s

@@ -82,8 +82,7 @@ def find_weights(run: str | Path, argument: str) -> SavedWeights:
     paths = RunPaths.existing(str(run), argument, write=False)
     checkpoints = Checkpoints(paths.checkpoints, CheckpointSection())
     notes = tuple(f"{damage}; the one before is used" for damage in checkpoints.drop_damaged())
-    latest = checkpoints.latest
-    if latest is None:
+    if (latest := checkpoints.latest) is None:
         raise JobError([Problem(argument, "has no checkpoint yet", repr(str(run)))], "arguments")
     return SavedWeights(paths.checkpoints / latest.folder, latest.reached, paths.job, notes)
 

@@ -74,8 +74,7 @@ class SizeBounds:
         """Request `initial`, then half of what did not fit, or raise ResourcesError at 1."""
         if self.fitting(history):
             return None
-        excluded = self.smallest_excluded(history)
-        if excluded is None:
+        if (excluded := self.smallest_excluded(history)) is None:
             return ProbeRequest(min(initial, self.largest), "initial size")
         if excluded == 1:
             raise ResourcesError(
@@ -104,11 +103,6 @@ class Updates:
         steps = epoch_steps(train_size, batch_size, ramp)
         return cls(steps(max(1, length.known_epochs)), length.total_steps(steps))
 
-    def are_enough(self, section: BatchSizeSection) -> bool:
-        """Return whether the section allows so few updates."""
-        enough = self.total >= section.min_updates
-        return enough and self.per_epoch >= section.min_updates_per_epoch
-
     def __str__(self) -> str:
         total = "" if math.isinf(self.total) else f", {self.total:,} in all"
         return f"{self.per_epoch:,} an epoch{total}"
@@ -127,7 +121,9 @@ def largest_size(
     possible = train_size // (workers * ramp_factor(ramp, sys.maxsize))
 
     def leaves_too_few(size: int) -> bool:
-        return not Updates.count(train_size, size * workers, length, ramp).are_enough(section)
+        updates = Updates.count(train_size, size * workers, length, ramp)
+        is_short = updates.total < section.min_updates
+        return is_short or updates.per_epoch < section.min_updates_per_epoch
 
     enough = bisect_left(range(1, possible + 1), True, key=leaves_too_few)
     # A size of its own with which the job could not train is no reason for few updates.

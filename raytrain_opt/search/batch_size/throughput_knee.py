@@ -158,8 +158,10 @@ class ThroughputKnee:
         """Propose the next size, or choose the knee. Raises ResourcesError if 1 does not fit."""
         if request := self.bounds.request_first_fit(history, self.section.initial):
             return request
-        measured = self.bounds.fitting(history)
-        posterior = _Posterior.from_measurements(measured, self.bounds.largest_open(history))
+        points = combine(self.bounds.fitting(history))
+        largest = self.bounds.largest_open(history)
+        sizes = _candidate_sizes([p.batch_size for p in points], largest)
+        posterior = _Posterior(tuple(points), sizes, draw_curves(points, sizes))
         if len(history) >= _MAX_PROBES:
             size = posterior.knee(self.section.tolerance, only_measured=True)
             reason = f"stopped after {_MAX_PROBES} probes: {posterior.describe(size)}"
@@ -176,8 +178,7 @@ class ThroughputKnee:
             return ProbeRequest(size, f"{purpose}: {posterior.describe(knee)}")
         max_loss = _log_loss(_SLACK * self.section.tolerance)
         if (posterior.losses_of(knee) <= max_loss).mean() >= _CONFIDENCE:
-            smaller = posterior.smaller_to_try(knee, self.section.tolerance)
-            if smaller is None:
+            if (smaller := posterior.smaller_to_try(knee, self.section.tolerance)) is None:
                 return BatchSizeChoice(knee, posterior.describe(knee))
             reason = f"{smaller} may be fast enough: {posterior.describe(smaller)}"
             return ProbeRequest(smaller, reason)
@@ -195,12 +196,6 @@ class _Posterior:
     sizes: tuple[int, ...]
     curves: Array  # log of samples/s, [curve, size]
 
-    @classmethod
-    def from_measurements(cls, measured: Sequence[Probe], largest: int) -> _Posterior:
-        points = combine(measured)
-        sizes = _candidate_sizes([p.batch_size for p in points], largest)
-        return cls(tuple(points), sizes, draw_curves(points, sizes))
-
     @property
     def losses(self) -> Array:
         """log(best samples/s / samples/s of the size), [curve, size]."""
@@ -209,8 +204,7 @@ class _Posterior:
 
     def losses_of(self, size: int) -> Array:
         """Return the losses of one size, [curve]."""
-        losses: Array = self.losses[:, self.sizes.index(size)]
-        return losses
+        return self.losses[:, self.sizes.index(size)]
 
     def error(self, size: int) -> float:
         """Return the standard error of the log of samples/s; infinite if it was not measured."""
@@ -244,8 +238,7 @@ class _Posterior:
         """Say how fast `size` is, with no more confidence than its own probes support."""
         fractions = np.exp(-self.losses_of(size))
         low, median = (100 * float(q) for q in np.quantile(fractions, [1 - _CONFIDENCE, 0.5]))
-        error = self.error(size)
-        if math.isfinite(error):
+        if math.isfinite(error := self.error(size)):
             low = min(low, 100 * math.exp(-_ERRORS * error))
         return (
             f"{size} reaches about {median:.1f} % of the best samples/s up to "
