@@ -206,7 +206,7 @@ class HorizonPolicy(_Policy):
     else 0.1."""
     max_search_cost: Annotated[PositiveFloat, Field(le=1)] | Literal["auto"] = "auto"
     """Limit of the search, as a fraction of the samples of the training. auto: 0.2; in a small
-    training more, up to 1, so that candidates have the 300 updates that a decision needs."""
+    training more, up to 1: 300 updates, and 1,000 more if the result is not clear."""
     search_on: SearchOn | None = Field(
         None, description=f"{_SEARCH_ON} Default: workers; slots with parallel.mode: async."
     )

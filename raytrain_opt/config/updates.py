@@ -200,7 +200,7 @@ def _usual_optimizers(*, channel_norm: bool, embeddings: bool) -> tuple[Optimize
     """Return the optimizers that the search compares; the first trains where it cannot decide."""
     aux = {} if channel_norm and not embeddings else {"aux": "adamw"}
     muon = OptimizerSection(name="Muon", args={"weight_decay": "auto", **aux})
-    adamw = OptimizerSection(name="AdamW")
+    adamw = OptimizerSection(name="AdamW", args={"weight_decay": "auto"})
     sgd = (OptimizerSection(name="SGD"), OptimizerSection(name="ScheduleFreeSGD"))
     return (muon, *sgd, adamw) if channel_norm else (adamw, muon, *sgd)
 

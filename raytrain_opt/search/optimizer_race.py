@@ -4,10 +4,13 @@ Each optimizer has a search of its own (see `peak_search`), with candidates of e
 
     all   the coarse stage, from the optimizer's usual rate
     one   the fine stage: the first of the list, which is the preferred one
-    one   the first candidate of the fine stage: the other one with the lowest coarse loss. It
-          leaves if its loss is clearly higher, else it gets the complete stage
+    one   the first candidate of the fine stage: the first of the others than which none has a
+          better coarse loss. It leaves if its loss is clearly higher, else it gets the complete
+          stage
     then  the first of the list, or the other one if its fine candidate is better, with its peak;
           if no candidate has learned anything, the first at its usual rate
+
+The choice is clear if its loss is the lowest, and the fine stage has learned more than the coarse.
 
     U   validation loss of the candidate that hardly trained (the highest, of several optimizers);
         of several optimizers of a classifier, at most the loss of a guess by class frequency
@@ -26,7 +29,14 @@ import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 
-from raytrain_opt.search.peak_search import TOLERANCE, PeakChoice, PeakRequest, PeakSearch
+from raytrain_opt.search.peak_search import (
+    TOLERANCE,
+    Budget,
+    CandidateSteps,
+    PeakChoice,
+    PeakRequest,
+    PeakSearch,
+)
 from raytrain_opt.search.policy import CandidateResult, all_diverged
 
 _ERRORS, _LEAST_FALL = 3.0, 0.01
@@ -49,16 +59,29 @@ class OptimizerRace:
     searches: tuple[PeakSearch, ...]
     guessing_loss: float = math.inf  # of a guess by the classes' frequencies
 
+    @property
+    def budget(self) -> Budget:
+        """The updates that all candidates may have together."""
+        return self.searches[0].budget
+
+    @property
+    def steps(self) -> CandidateSteps:
+        """The lengths of the candidates."""
+        return self.searches[0].steps
+
     def run(self) -> Generator[PeakRequest, Sequence[CandidateResult], PeakChoice]:
         """Yield candidates to train, and return the choice. Raises DivergedError."""
         left = []
         for search in self.searches:
             if (yield from search.coarse()):
                 left.append(search)
-        left.sort(key=lambda search: (search.optimizer > 0, search.best.val_loss))
         finalists = list[PeakSearch]()
         while left and len(finalists) < _FINALISTS:
-            search, against, limit = left.pop(0), "", math.inf
+            search, against, limit = left[0], "", math.inf
+            if search.optimizer:  # not the preferred one
+                lowest = min((other.best for other in left), key=lambda best: best.val_loss)
+                search = next(other for other in left if not is_better(lowest, other.best))
+            left.remove(search)
             if finalists:
                 against, loss = self.names[finalists[0].optimizer], finalists[0].best.val_loss
                 limit = loss + TOLERANCE * abs(loss)
@@ -75,10 +98,14 @@ class OptimizerRace:
         chosen = next((other for other in others if is_better(other.best, first.best)), first)
         if len(self.names) > 1:
             untrained = min(untrained, self.guessing_loss)
+        best = min((search.best for search in finalists), key=lambda result: result.val_loss)
         if has_learned(chosen.best, untrained):
             choice = chosen.peak()
-            return replace(choice, reason=self._compared(chosen, finalists) + choice.reason)
-        best = min((search.best for search in finalists), key=lambda result: result.val_loss)
+            return replace(
+                choice,
+                reason=self._compared(chosen, finalists) + choice.reason,
+                is_clear=chosen.best == best and has_learned(best, chosen.best_coarse.val_loss),
+            )
         is_guess = untrained == self.guessing_loss
         kind = "of a guess by class" if is_guess else "of a network that hardly trained"
         reason = (

@@ -77,6 +77,7 @@ class PeakChoice:
     untrained_loss: float
     reason: str
     is_decided: bool = True  # by the candidates; else it is the usual rate
+    is_clear: bool = False  # longer candidates would hardly tell another
 
 
 # Of a stage: whether a candidate has trained.
@@ -127,6 +128,10 @@ class _Stage:
         return {point: r for point, r in self.results.items() if r.status == "ok"}
 
     @property
+    def best(self) -> CandidateResult:
+        return min(self.alive.values(), key=lambda result: result.val_loss)
+
+    @property
     def lowest_loss(self) -> float:
         return min((result.val_loss for result in self.alive.values()), default=math.inf)
 
@@ -166,7 +171,12 @@ class PeakSearch:
     @property
     def best(self) -> CandidateResult:
         """The best candidate of the last stage."""
-        return min(self._last.alive.values(), key=lambda result: result.val_loss)
+        return self._last.best
+
+    @property
+    def best_coarse(self) -> CandidateResult:
+        """The best candidate of the coarse stage."""
+        return self._coarse.best
 
     @property
     def untrained_loss(self) -> float:
@@ -178,7 +188,8 @@ class PeakSearch:
     def coarse(self) -> _Requests:
         """Try rates a decade apart."""
         points = _around(_PER_DECADE * round(math.log10(self.initial)), COARSE)
-        return self._try(points, f"{_span(points)}, around the start")
+        reason = f"{_span(points)}, around the start, in {self._coarse.steps} steps"
+        return self._try(points, reason)
 
     def fine(self, against: str = "", limit: float = math.inf) -> _Requests:
         """Try rates around the best decade, as far as the budget allows.

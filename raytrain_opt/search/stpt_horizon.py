@@ -16,8 +16,9 @@ Source of pre-training candidates from one state: Yamada et al. (Kobe University
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from raytrain_opt.config.learning_rate import FINE_TUNING_LR, HorizonPolicy
 from raytrain_opt.config.updates import OptimizerSection
@@ -60,6 +61,9 @@ _WITHOUT_CHANNEL_NORM = 0.5
 # updates the search decides as full trainings do (benchmarks/RESULTS.md), and in so many
 # operations they take minutes of some cores, a second of a GPU.
 _USUAL_COST, _DECISIVE_STEPS, _SMALL_SEARCH_FLOPS = 0.2, 300, 1e14
+# The updates of the search that follows one whose result is not clear, if its candidates can be so
+# many times as long.
+_LONG_SEARCH, _LONGER = 1000, 2
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,7 @@ class TaskFacts:
     validation_size: int = 0
     step_flops: float = math.inf  # operations of an update
     guessing_loss: float = math.inf  # see `optimizer_race`
+    classifies: bool = True  # not a task of the user's own
 
 
 NO_FACTS = TaskFacts()
@@ -93,32 +98,39 @@ class HorizonStpt(Policy):
 
     @property
     def search_updates(self) -> float:
-        if not self.length.known_epochs or self._race(History()) is None:
-            return 0
-        return self.budget(History())
+        races = self._races(History()) if self.length.known_epochs else []
+        return sum(race.budget.left for race in races)
 
     @property
     def last_restart(self) -> int:
         return last_restart(self.length.known_epochs)
 
-    def budget(self, history: History) -> float:
-        """Return the updates of all candidates; auto lets a small training's search decide."""
-        cost, steps = self.section.max_search_cost, self._updates(history)
+    def budgets(self, history: History) -> list[float]:
+        """Return the updates of all candidates; also those of a search that follows if needed."""
+        cost = self.section.max_search_cost
+        updates = self.length.planned_steps(self.steps, history.plans)
         fraction = _USUAL_COST if cost == "auto" else cost
         if not self.length.known_epochs:  # the search is a part of the time
-            return steps * fraction / (1 + fraction)
+            return [updates * fraction / (1 + fraction)]
         if cost != "auto":
-            return fraction * steps
-        is_small = _DECISIVE_STEPS * self.facts.step_flops <= _SMALL_SEARCH_FLOPS
-        return max(fraction * steps, min(_DECISIVE_STEPS, steps) if is_small else 0)
+            return [fraction * updates]
+        affordable = min(updates, _SMALL_SEARCH_FLOPS / max(self.facts.step_flops, 1.0))
+        usual = max(fraction * updates, min(_DECISIVE_STEPS, affordable))
+        return [usual, min(_LONG_SEARCH, affordable - usual)]
 
-    def _updates(self, history: History) -> int:
-        """Return the updates of the training, as planned at first."""
-        return self.length.planned_steps(self.steps, history.plans)
+    def _races(self, history: History) -> list[OptimizerRace]:
+        """Return the search before epoch 1, and a longer one for a result that is not clear."""
+        races = list[OptimizerRace]()
+        for budget in self.budgets(history):
+            race = self._race(budget)
+            if race is None or (races and race.steps.fine < _LONGER * races[0].steps.fine):
+                break
+            races.append(race)
+        return races
 
-    def _race(self, history: History) -> OptimizerRace | None:
-        """Return the search before epoch 1: of the first optimizer if short; none if too short."""
-        budget, optimizers = self.budget(history), self.optimizers
+    def _race(self, budget: float) -> OptimizerRace | None:
+        """Return a search: of the first optimizer only if it is short; None if it is too short."""
+        optimizers = self.optimizers
         steps = divide_budget(budget, self.steps.search, len(optimizers))
         if steps is None:
             optimizers = optimizers[:1]
@@ -135,18 +147,25 @@ class HorizonStpt(Policy):
 
     def _following(self, history: History) -> PeakRequest | PeakChoice | None:
         """Return what follows these rounds; None without a search. Raises DivergedError."""
-        race = self._race(history)
-        if race is None:
-            return None
-        search = race.run()
+        search = self._search(history)
         try:
             request = next(search)
             for decision in history.decisions:
                 request = search.send(decision.tried)
             return request
         except StopIteration as end:
-            choice: PeakChoice = end.value
+            choice: PeakChoice | None = end.value
             return choice
+
+    def _search(
+        self, history: History
+    ) -> Generator[PeakRequest, Sequence[CandidateResult], PeakChoice | None]:
+        choice = None
+        for race in self._races(history):
+            choice = yield from race.run()
+            if choice.is_clear:
+                break
+        return choice
 
     def _initial(self, optimizer: int) -> float:
         """Return the rate at which the search starts, and which trains if it cannot decide."""
@@ -179,9 +198,11 @@ class HorizonStpt(Policy):
         if isinstance(following, PeakRequest):
             reason = f"next {name}{following.stage}: {following.reason}"
             if not history.decisions:  # what the search may cost
-                budget = self.budget(history)
-                part = f"{100 * budget / self._updates(history):.0f} % of the training"
-                reason = f"a search of at most {budget:.0f} updates, {part}; {reason}"
+                budget, *longer = (race.budget.left for race in self._races(history))
+                updates = self.length.planned_steps(self.steps, history.plans)
+                part = f"{100 * budget / updates:.0f} % of the training"
+                more = "".join(f", and {n:.0f} more if the result is not clear" for n in longer)
+                reason = f"a search of at most {budget:.0f} updates, {part}{more}; {reason}"
             return replace(undecided, reason=reason)
         how = "" if following.is_decided else NOT_DECIDED
         return replace(
@@ -253,8 +274,9 @@ class HorizonStpt(Policy):
         epochs = self.length.known_epochs - attempt.start if split else 0
         watch = Watch.of(epochs, channel_norm=self.facts.channel_norm)
         sum_of_lrs, size = mean_lr * span.total_steps, span.total_steps / self.steps.first
-        watched = decay_by_fit(own, sum_of_lrs, size, watch)
-        found = trained == watch.end + 1 and watched > decay_by_fit(own, sum_of_lrs, size)
+        decay = partial(decay_by_fit, own, sum_of_lrs, size, classifies=self.facts.classifies)
+        watched = decay(watch)
+        found = trained == watch.end + 1 and watched > decay()
         held_out = split if trained <= watch.end else 0
         return replace(
             action,

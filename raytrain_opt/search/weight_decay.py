@@ -8,9 +8,10 @@
 
     decay of the next epoch = f min(10 / S, 10 / S E / 16, 0.2)
 
-From half of the epochs on, f is at least m (1 - 3 g), m at most. A decay of d keeps the singular
-values of a matrix that Muon trains, and each weight that AdamW trains, below about 1 / d: hence
-the limit. All other reasons: docs/optimizers.md; trials: benchmarks/RESULTS.md.
+From half of the epochs on, f is at least m (1 - 3 g), m at most; for a task of the user's own it
+is this then: a regression with a low loss need not know its samples by heart. A decay of d keeps
+the singular values of a matrix that Muon trains, and each weight that AdamW trains, below about
+1 / d: hence the limit. All other reasons: docs/optimizers.md; trials: benchmarks/RESULTS.md.
 Source: a training has S d times in which weights forget (Wang and Aitchison, arXiv 2405.13698).
 """
 
@@ -74,7 +75,12 @@ class Watch:
 
 
 def decay_by_fit(
-    history: History, sum_of_lrs: float, epochs: float, watch: Watch = Watch(0, 0)
+    history: History,
+    sum_of_lrs: float,
+    epochs: float,
+    watch: Watch = Watch(0, 0),
+    *,
+    classifies: bool = True,
 ) -> float:
     """Return the decoupled weight decay of the next epoch."""
     losses, latest = history.epoch_losses, history.latest
@@ -84,6 +90,8 @@ def decay_by_fit(
     untrained = losses[0] if latest is None else latest.untrained_loss
     if untrained is None or untrained <= 0:  # a loss of the user's own may be negative
         return 0.0
-    fit = max(min(1 - losses[-1] / untrained, 1.0), watch.fit(history, untrained))
+    only_watched = not classifies and 0 < watch.end <= len(losses)
+    fit = 0.0 if only_watched else min(1 - losses[-1] / untrained, 1.0)
+    fit = max(fit, watch.fit(history, untrained))
     times = _TIMES * min(1.0, epochs / _EPOCHS)
     return fit * min(times / sum_of_lrs, _MAX_DECAY)

@@ -235,10 +235,11 @@ def test_without_steps_to_search_the_preferred_optimizer_trains_at_its_usual_rat
 
 def test_the_preferred_optimizer_stays_where_none_is_better_by_more_than_noise() -> None:
     noisy = {index: replace(o, error=0.15) for index, o in USUAL.items()}
-    _, action, history = search(policy(), {**noisy, MUON: Optimizer(0.1, 2.2)})
+    rounds, action, history = search(policy(), {**noisy, MUON: Optimizer(0.1, 2.3)})
+    assert sorted(set(raced(rounds, "fine"))) == [MUON, SGD]  # ScheduleFreeSGD is no better
     assert action.steps.optimizer == MUON
     reason = history.decisions[-1].reason
-    assert "Muon stays: none is better by more than noise (Muon 2.200" in reason
+    assert "Muon stays: none is better by more than noise (Muon 2.300" in reason
     assert "standard error 0.15" in reason
     _, action, _ = search(policy(), {**USUAL, MUON: Optimizer(0.1, 2.2)})
     assert action.steps.optimizer == SCHEDULE_FREE
@@ -255,6 +256,30 @@ def test_the_preferred_optimizer_trains_at_its_usual_rate_where_none_learned(
     reason = history.decisions[-1].reason
     assert reason.startswith("not decided: Muon, peak 0.1: ")
     assert "lowest loss" not in reason
+
+
+@pytest.mark.parametrize(
+    ("early", "section", "step_flops", "fine"),
+    [
+        (6.0, {}, 1e6, [29, 96]),
+        (6.0, {"max_search_cost": 0.2}, 1e6, [29]),
+        (6.0, {}, 1e12, [29]),
+        (0.05, {}, 1e6, [29, 96]),
+        (1.0, {}, 1e6, [29]),
+    ],
+)
+def test_a_search_that_is_not_clear_is_repeated_with_longer_candidates(
+    early: float, section: dict[str, float], step_flops: float, fine: list[int]
+) -> None:
+    """Above a guess after 29 steps with 6. From 7 steps it falls by 0.1 early; noise: 0.03."""
+    late = {i: replace(o, loss=o.loss - 0.1, early=early, error=0.01) for i, o in USUAL.items()}
+    facts = TaskFacts(step_flops=step_flops, guessing_loss=2.05)
+    searching = replace(policy(**{"max_search_cost": "auto", **section}), facts=facts)
+    rounds, _, history = search(searching, late)
+    steps = [r.pretrain_steps for r in rounds if r.stage == "fine"]
+    assert list(dict.fromkeys(steps)) == fine
+    reason = history.decisions[-1].reason
+    assert reason.startswith("not decided: ") is (early == 6 and fine == [29])
 
 
 @pytest.mark.parametrize(("guess", "decided"), [(2.05, False), (2.5, True), (math.inf, True)])

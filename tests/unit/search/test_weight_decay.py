@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -57,12 +58,11 @@ def test_short_trainings_repeat_samples_less_and_bear_less_decay(
     assert decay_by_fit(history, sum_of_lrs, epochs) == pytest.approx(0.5 * decay)
 
 
-def test_without_a_search_the_fit_is_relative_to_the_first_epoch() -> None:
-    assert decay_by_fit(History((), (4.0, 1.0)), 100.0, 16) == pytest.approx(0.075)
-
-
-def test_a_loss_that_is_not_positive_says_nothing_about_the_fit() -> None:
-    assert decay_by_fit(History((), (0.0, 0.0)), 10.0, 16) == 0
+@pytest.mark.parametrize(("first", "latest", "decay"), [(4.0, 1.0, 0.075), (0.0, 0.0, 0.0)])
+def test_without_a_search_the_fit_is_relative_to_a_positive_loss_of_the_first_epoch(
+    first: float, latest: float, decay: float
+) -> None:
+    assert decay_by_fit(History((), (first, latest)), 100.0, 16) == pytest.approx(decay)
 
 
 def policy(*optimizers: OptimizerSection) -> HorizonStpt:
@@ -134,6 +134,18 @@ def test_a_network_that_memorizes_has_more_decay(
     scored = replace(history, validation_losses=((1, 1.7), (2, 1.7 - 0.4 * share)))
     watch = Watch(1, 2, channel_norm)
     assert decay_by_fit(scored, 100.0, 16, watch) == pytest.approx(0.1 * fit)
+
+
+@pytest.mark.parametrize(("validation", "fit"), [(1.5, 0.0), (1.7, 2.0)])
+def test_a_task_of_the_users_own_has_decay_in_the_second_half_if_held_out_samples_do_not_gain(
+    validation: float, fit: float
+) -> None:
+    history = replace(SEARCHED, epoch_losses=(1.0,), validation_losses=((1, 1.7),))
+    decay = partial(decay_by_fit, sum_of_lrs=100.0, epochs=16, watch=Watch(1, 2), classifies=False)
+    assert decay(history) == pytest.approx(0.1 * 0.5)
+    scores = ((1, 1.7), (2, validation))
+    halfway = replace(history, epoch_losses=(1.6, 1.2, 1.0), validation_losses=scores)
+    assert decay(halfway) == pytest.approx(0.1 * fit)
 
 
 def test_a_training_that_is_resumed_with_more_epochs_is_not_watched() -> None:
