@@ -99,7 +99,9 @@ class ImageFolderSource(ImageSource):
             self.final_size = self.size("final")
             self.notes += (f"test: {self.final_size:,} images are looked at once, at the end",)
         elif section.labels is None and _has_third_folder(section):
-            self.notes += ("test: is not used, as its class folders differ from the training set",)
+            self.notes += (
+                "test: is not used, as its class folders differ from those of the training set",
+            )
         self.labels = self._folders["train"].labels
         self.class_names = tuple(self._folders["train"].classes)
         for name in self.class_names:

@@ -151,10 +151,6 @@ def _thin_out(values: Sequence[Any], max_values: int) -> list[Any]:
     return list(values[:: max(stride, 1)])
 
 
-# Lines of candidates by their number of steps, shortest first; longer ones are all solid.
-_STYLES = (":", "--", "-")
-
-
 def _search(rounds: Sequence[RoundRecord]) -> Plot:
     optimizers = list(dict.fromkeys(c.optimizer for r in rounds for c in r.candidates))
     lengths = sorted({record.pretrain_steps for record in rounds})
@@ -167,7 +163,7 @@ def _search(rounds: Sequence[RoundRecord]) -> Plot:
         highest = worst + 0.15 * abs(worst)  # about there, candidates hardly trained
         for (optimizer, steps), line in lines.items():
             points = [(lr, loss) for lr, loss in line if loss <= highest]
-            style = _STYLES[min(lengths.index(steps), len(_STYLES) - 1)]
+            style = "-" if steps == lengths[-1] else ":" if steps == lengths[0] else "--"
             hue = SERIES[optimizers.index(optimizer) % len(SERIES)]
             label = optimizer if steps == lengths[0] else None
             draw_line(axes, points, style, color=hue, marker="o", markersize=4, label=label)

@@ -4,9 +4,8 @@ Each optimizer has a search of its own (see `peak_search`), with candidates of e
 
     all   the coarse stage, from the optimizer's usual rate
     one   the fine stage: the first of the list, which is the preferred one
-    one   the first candidate of the fine stage: the first of the others than which none has a
-          better coarse loss. It leaves if its loss is clearly higher, else it gets the complete
-          stage
+    one   the first candidate of the fine stage: of the others, the first whose coarse loss ties
+          with the lowest. It leaves if its loss is clearly higher, else it gets the complete stage
     then  the first of the list, or the other one if its fine candidate is better, with its peak;
           if no candidate has learned anything, the first at its usual rate
 
@@ -69,11 +68,11 @@ class OptimizerRace:
         """The lengths of the candidates."""
         return self.searches[0].steps
 
-    def run(self) -> Generator[PeakRequest, Sequence[CandidateResult], PeakChoice]:
-        """Yield candidates to train, and return the choice. Raises DivergedError."""
+    def run(self, why: str) -> Generator[PeakRequest, Sequence[CandidateResult], PeakChoice]:
+        """Yield candidates to train, the first with `why`; return the choice, or DivergedError."""
         left = []
         for search in self.searches:
-            if (yield from search.coarse()):
+            if (yield from search.coarse("" if search.optimizer else why)):
                 left.append(search)
         finalists = list[PeakSearch]()
         while left and len(finalists) < _FINALISTS:

@@ -77,7 +77,7 @@ class PeakChoice:
     untrained_loss: float
     reason: str
     is_decided: bool = True  # by the candidates; else it is the usual rate
-    is_clear: bool = False  # longer candidates would hardly tell another
+    is_clear: bool = False  # longer candidates would hardly change it
 
 
 # Of a stage: whether a candidate has trained.
@@ -185,10 +185,10 @@ class PeakSearch:
         below = max((p for p in self._coarse.alive if p < decade), default=decade)
         return self._coarse.alive[below].val_loss
 
-    def coarse(self) -> _Requests:
-        """Try rates a decade apart."""
+    def coarse(self, why: str) -> _Requests:
+        """Try rates a decade apart; `why` begins the reason."""
         points = _around(_PER_DECADE * round(math.log10(self.initial)), COARSE)
-        reason = f"{_span(points)}, around the start, in {self._coarse.steps} steps"
+        reason = f"{why}{_span(points)}, around the start, in {self._coarse.steps} steps"
         return self._try(points, reason)
 
     def fine(self, against: str = "", limit: float = math.inf) -> _Requests:

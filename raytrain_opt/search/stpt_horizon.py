@@ -61,8 +61,8 @@ _WITHOUT_CHANNEL_NORM = 0.5
 # updates the search decides as full trainings do (benchmarks/RESULTS.md), and in so many
 # operations they take minutes of some cores, a second of a GPU.
 _USUAL_COST, _DECISIVE_STEPS, _SMALL_SEARCH_FLOPS = 0.2, 300, 1e14
-# The updates of the search that follows one whose result is not clear, if its candidates can be so
-# many times as long.
+# The updates of the search that follows one whose result is not clear, and how many times as long
+# its candidates have to be.
 _LONG_SEARCH, _LONGER = 1000, 2
 
 
@@ -160,9 +160,17 @@ class HorizonStpt(Policy):
     def _search(
         self, history: History
     ) -> Generator[PeakRequest, Sequence[CandidateResult], PeakChoice | None]:
-        choice = None
+        choice: PeakChoice | None = None
         for race in self._races(history):
-            choice = yield from race.run()
+            try:
+                found = yield from race.run("" if choice is None else "not clear yet: ")
+            except DivergedError:
+                if choice is None:
+                    raise
+                break
+            # Candidates that hardly train are longer, too, and may have learned all there is.
+            if choice is None or found.is_decided or not choice.is_decided:
+                choice = found
             if choice.is_clear:
                 break
         return choice

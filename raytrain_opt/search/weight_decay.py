@@ -90,7 +90,7 @@ def decay_by_fit(
     untrained = losses[0] if latest is None else latest.untrained_loss
     if untrained is None or untrained <= 0:  # a loss of the user's own may be negative
         return 0.0
-    only_watched = not classifies and 0 < watch.end <= len(losses)
+    only_watched = not classifies and any(watch.falls(history))
     fit = 0.0 if only_watched else min(1 - losses[-1] / untrained, 1.0)
     fit = max(fit, watch.fit(history, untrained))
     times = _TIMES * min(1.0, epochs / _EPOCHS)

@@ -20,7 +20,6 @@ def result(loss: float, error: float) -> CandidateResult:
     [
         (0.693, 0.688, 0.007, False),  # two classes, 60 samples
         (0.693, 0.688, 0.001, False),  # it may know how frequent they are
-        (0.693, 0.66, 0.02, False),
         (0.693, 0.62, 0.02, True),
         (4.62, 4.585, 0.005, False),  # 100 classes: 0.8 %
         (-1.0, -2.0, 0.1, True),  # a likelihood
@@ -41,7 +40,6 @@ def test_the_fall_of_the_loss_must_exceed_its_noise(
     [
         ((50, 50), 0.0, math.log(2)),
         ((90, 10), 0.0, 0.325),
-        ((90, 10, 0), 0.0, 0.325),
         ((90, 10), 0.2, 0.472),  # of (0.82, 0.18)
         ((), 0.0, math.inf),
     ],
