@@ -100,7 +100,7 @@ class ImageFolderSource(ImageSource):
             self.notes += (f"test: {self.final_size:,} images are looked at once, at the end",)
         elif section.labels is None and _has_third_folder(section):
             self.notes += (
-                "test: is not used, as its class folders differ from those of the training set",
+                "test: is not used, as its class folders differ from the training set's",
             )
         self.labels = self._folders["train"].labels
         self.class_names = tuple(self._folders["train"].classes)

@@ -210,7 +210,7 @@ def _exchange(
 
 
 def _equal_shapes(shapes: Sequence[torch.Size]) -> list[list[int]]:
-    """Return the indices of the shapes in lists, each with those of one shape."""
+    """Return lists of the indices at which shapes are equal."""
     by_shape: dict[torch.Size, list[int]] = {}
     for index, shape in enumerate(shapes):
         by_shape.setdefault(shape, []).append(index)

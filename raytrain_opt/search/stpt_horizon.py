@@ -106,7 +106,7 @@ class HorizonStpt(Policy):
         return last_restart(self.length.known_epochs)
 
     def budgets(self, history: History) -> list[float]:
-        """Return the updates of all candidates; also those of a search that follows if needed."""
+        """Return the updates that the search may take, and one that follows if it is not clear."""
         cost = self.section.max_search_cost
         updates = self.length.planned_steps(self.steps, history.plans)
         fraction = _USUAL_COST if cost == "auto" else cost
@@ -163,14 +163,14 @@ class HorizonStpt(Policy):
         choice: PeakChoice | None = None
         for race in self._races(history):
             try:
-                found = yield from race.run("" if choice is None else "not clear yet: ")
+                latest = yield from race.run("" if choice is None else "not clear yet: ")
             except DivergedError:
                 if choice is None:
                     raise
                 break
             # Candidates that hardly train are longer, too, and may have learned all there is.
-            if choice is None or found.is_decided or not choice.is_decided:
-                choice = found
+            if choice is None or latest.is_decided or not choice.is_decided:
+                choice = latest
             if choice.is_clear:
                 break
         return choice

@@ -36,10 +36,7 @@ Section = ImageFolderData | DatasetData
 
 
 def new_data(
-    section: Section,
-    seed: int = 0,
-    channels_last: bool = True,
-    hold_out: HoldOut | None = None,
+    section: Section, seed: int = 0, channels_last: bool = True, hold_out: HoldOut | None = None
 ) -> DataLoaderData:
     """Hold out a tenth unless the section or `hold_out` says otherwise."""
     fraction = 0.1 if section.validation_fraction is None else section.validation_fraction
@@ -57,10 +54,7 @@ def new_data(
 
 @contextmanager
 def open_section(
-    section: Section,
-    seed: int = 0,
-    channels_last: bool = True,
-    hold_out: HoldOut | None = None,
+    section: Section, seed: int = 0, channels_last: bool = True, hold_out: HoldOut | None = None
 ) -> Iterator[DataLoaderData]:
     data = new_data(section, seed, channels_last, hold_out)
     try:
@@ -505,10 +499,7 @@ def test_files_are_found_from_any_folder(
         (f"file,label,split\n{ROWS}val/cat/0.png\n", "line 5 has 1 values, but .* 3 columns"),
         (f"file,label,split\n{ROWS}\udce9.png,tom,train\n", "line 5 is not UTF-8 text"),
         ("", "must name its columns in the first line, each once"),
-        (
-            f"file,label,split,label\n{ROWS}",
-            "must name its columns .*once, not .*split",
-        ),
+        (f"file,label,split,label\n{ROWS}", "must name its columns .*once, not .*split"),
         (f'file,label,split\n"{ROWS}', "line 2 begins a quote that never ends"),
         (f'file,label,split\n{ROWS}"val/cat/0.png"1,tom,test\n', "line 5 begins a quote that"),
         (f"file,label,split\n{ROWS}../x.png,tom,train\n", r"line 5: \.\./x.png is not below"),
@@ -748,10 +739,7 @@ def test_wrong_datasets_are_errors_when_opened(section: DatasetData, message: st
 @pytest.mark.parametrize(
     ("sample", "message"),
     [
-        (
-            (torch.zeros(2), 3),
-            "sample 1 of the test .*label is 3 .* integer below 3",
-        ),
+        ((torch.zeros(2), 3), "sample 1 of the test .*label is 3 .* integer below 3"),
         ((torch.zeros(2), -1), "label is -1 .int.; it must be an integer below 3"),
         ((torch.zeros(3), 0), r"it is \(torch.float32 \[3\], int\) but .*first .*float32 \[2\]"),
     ],

@@ -47,11 +47,7 @@ FRAGILE = "tests.support.broken_parts:Fragile"
 COLLAPSING: dict[str, Any] = {
     "epochs": 8,
     "global_batch_size": 128,
-    "learning_rate": {
-        "policy": "stpt_horizon",
-        "initial": 0.1,
-        "max_search_cost": 1.0,
-    },
+    "learning_rate": {"policy": "stpt_horizon", "initial": 0.1, "max_search_cost": 1.0},
 }
 JOBS: dict[str, dict[str, Any]] = {
     "stpt": {
@@ -99,10 +95,7 @@ JOBS: dict[str, dict[str, Any]] = {
         "epochs": 16,
         "global_batch_size": 128,
         "optimizer": {"name": "auto", "candidates": ["Adagrad", MUON]},
-        "learning_rate": {
-            "policy": "stpt_horizon",
-            "max_search_cost": 1.0,
-        },
+        "learning_rate": {"policy": "stpt_horizon", "max_search_cost": 1.0},
     },
     "diverged": {  # in the second epoch, then in the fourth; trains at a rate ten times lower
         **COLLAPSING,
@@ -117,19 +110,12 @@ JOBS: dict[str, dict[str, Any]] = {
         **COLLAPSING,
         "optimizer": {"name": FRAGILE, "args": {"limit": 5.0, "ruin": 0.0}},
     },
-    "schedule": {
-        "epochs": 4,
-        "learning_rate": {"policy": "schedule", "shape": "linear"},
-    },
+    "schedule": {"epochs": 4, "learning_rate": {"policy": "schedule", "shape": "linear"}},
     "plateau": {
         "epochs": 4,
         "data": {"name": "digits", "drop_last": False},
         "optimizer": {"name": "Muon", "lr_multipliers": {"0.*": 0.5}},
-        "learning_rate": {
-            "policy": "schedule",
-            "shape": "plateau",
-            "patience": 1,
-        },
+        "learning_rate": {"policy": "schedule", "shape": "plateau", "patience": 1},
     },
 }
 MOVES = (

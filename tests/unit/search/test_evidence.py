@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from raytrain_opt.search.optimizer_race import class_entropy, has_learned
+from raytrain_opt.search.optimizer_race import class_entropy, has_learned, is_better
 from raytrain_opt.search.policy import Candidate, CandidateResult
 
 
@@ -20,8 +20,11 @@ def result(loss: float, error: float) -> CandidateResult:
     [
         (0.693, 0.688, 0.007, False),  # two classes, 60 samples
         (0.693, 0.688, 0.001, False),  # it may know how frequent they are
+        (0.693, 0.66, 0.02, False),
         (0.693, 0.62, 0.02, True),
         (4.62, 4.585, 0.005, False),  # 100 classes: 0.8 %
+        (4.62, 4.4, 0.02, True),
+        (2.3, 2.4, 0.0, False),
         (-1.0, -2.0, 0.1, True),  # a likelihood
         (-1.0, -1.005, 0.0, False),
         (1.0, float("nan"), 0.1, False),
@@ -35,11 +38,19 @@ def test_the_fall_of_the_loss_must_exceed_its_noise(
     assert has_learned(result(loss, error), untrained) is learned
 
 
+@pytest.mark.parametrize(("loss", "error", "better"), [(1.9, 0.05, True), (1.9, 0.2, False)])
+def test_another_optimizer_is_better_by_more_than_the_standard_error(
+    loss: float, error: float, *, better: bool
+) -> None:
+    assert is_better(result(loss, error), result(2.0, 0.0)) is better
+
+
 @pytest.mark.parametrize(
     ("counts", "smoothing", "loss"),
     [
         ((50, 50), 0.0, math.log(2)),
         ((90, 10), 0.0, 0.325),
+        ((90, 10, 0), 0.0, 0.325),
         ((90, 10), 0.2, 0.472),  # of (0.82, 0.18)
         ((), 0.0, math.inf),
     ],

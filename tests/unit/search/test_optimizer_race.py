@@ -38,13 +38,16 @@ class Optimizer:
     loss: float
     early: float = 0.0
     limit: float = math.inf
-    diverging: range = range(0)  # in so many steps
+    late: tuple[int, ...] = ()  # in so many steps, each rate has the loss
+    late_loss: float = math.nan
     error: float = 0.0
 
     def result(self, candidate: Candidate, steps: int) -> CandidateResult:
         loss = self.loss + self.early / steps + math.log10(candidate.lr / self.best_lr) ** 2
-        if candidate.lr >= self.limit or steps in self.diverging:
+        if candidate.lr >= self.limit:
             loss = math.nan
+        if steps in self.late:
+            loss = self.late_loss
         status = "diverged" if math.isnan(loss) else "ok"
         result = CandidateResult(candidate, status, 0.5, loss, loss, 8, 1.1, 0, 8)
         return replace(result, val_loss_error=self.error)
@@ -182,8 +185,8 @@ def test_when_all_of_all_optimizers_diverge_the_likely_cause_is_named() -> None:
 
 def test_one_whose_longer_schedules_all_diverge_leaves() -> None:
     """The other one with the next lowest loss takes its place."""
-    late = Optimizer(1.0, 1.9, diverging=range(31, 97))
-    losses = {**USUAL, SCHEDULE_FREE: late, SGD: Optimizer(0.1, 1.95)}
+    diverging = Optimizer(1.0, 1.9, late=tuple(range(31, 97)))
+    losses = {**USUAL, SCHEDULE_FREE: diverging, SGD: Optimizer(0.1, 1.95)}
     rounds, action, _ = search(policy(max_search_cost=1.0), losses)
     assert action.steps.optimizer == SGD
     assert set(raced(rounds, "fine")) == {MUON, SCHEDULE_FREE, SGD}
@@ -277,12 +280,13 @@ def test_a_search_that_is_not_clear_is_repeated_with_longer_candidates(
     assert reason.startswith("not decided: ") is (early == 6 and fine == [29])
 
 
-def test_a_choice_stands_if_all_longer_candidates_diverge() -> None:
-    late = {"early": 0.05, "error": 0.01, "diverging": range(20, 29)}
+@pytest.mark.parametrize("late_loss", [math.nan, 2.0])
+def test_a_choice_stands_if_longer_candidates_diverge_or_decide_nothing(late_loss: float) -> None:
+    late = {"early": 0.05, "error": 0.01, "late": (23, *range(30, 97)), "late_loss": late_loss}
     losses = {index: replace(o, **late) for index, o in USUAL.items()}
     searching = replace(policy(max_search_cost="auto"), facts=TaskFacts(step_flops=1e6))
     rounds, action, history = search(searching, losses)
-    assert rounds[-1].pretrain_steps == 23
+    assert rounds[-1].pretrain_steps in late["late"]
     assert action.steps.optimizer == MUON
     assert peak(history) == pytest.approx(0.1, rel=0.1)
 

@@ -429,9 +429,12 @@ def test_the_budget_is_kept(
 @pytest.mark.parametrize(
     ("epochs", "steps", "step_flops", "limit"),
     [
+        (12, 30, 1e6, 300),
         (12, 30, 1e12, 100),
         (12, 30, 1e13, 72),  # a fifth, where updates are slow
+        (50, 30, 1e6, 300),
         (51, 30, 1e6, 306),
+        (90, 125, 1e6, 2250),
         (2, 20, 1e6, 40),  # no more than one training
     ],
 )
