@@ -30,10 +30,12 @@ _HINT = (
 def compare_ranks(model: nn.Module, optimizer: Optimizer, epoch: int, *, failed: bool) -> None:
     """Compare what `state_dict` has of model and optimizer over the group; all ranks call it.
 
-    Does nothing if the phase `failed` on any rank. Where ranks have different processors, which
-    round differently, all take the values of rank 0. Raises JobError, on all ranks, with the names
-    of tensors that differ.
+    Does nothing for one rank, or if the phase `failed` on any rank. Where ranks have different
+    processors, which round differently, all take the values of rank 0. Raises JobError, on all
+    ranks, with the names of tensors that differ.
     """
+    if dist.get_world_size() == 1:
+        return
     state, device = optimizer.state_dict(), next(model.parameters()).device
     tensors = dict(sorted(named_tensors(model.state_dict(keep_vars=True), state)))
     sums = torch.stack([checksum(tensor).to(device) for tensor in tensors.values()])
