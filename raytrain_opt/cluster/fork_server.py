@@ -30,6 +30,7 @@ from raytrain_opt.temporary import TemporaryFolder
 # What workers and slots need, and what Ray Train and Ray Tune import of other packages.
 PRELOADED = (
     "raytrain_opt.pools.worker",
+    "torch._dynamo",  # imported by the first optimizer of a process, 1.3 s of CPU time
     "fsspec",
     "numpy",
     "pandas",

@@ -58,9 +58,9 @@ class PoolLauncher:
     def __init__(self) -> None:
         # Here, because modules that import each other in circles must not be imported by two
         # threads, and each method has one.
-        from raytrain_opt.pools import launch_pools
+        from raytrain_opt.pools import train_and_tune
 
-        self._pools = launch_pools
+        self._pools = train_and_tune
 
     def run_slots(self, config: ResidentConfig) -> None:
         self._pools.run_slots(config)

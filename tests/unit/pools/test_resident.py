@@ -222,7 +222,7 @@ def test_a_lost_connection_between_workers_ends_the_process_not_the_run() -> Non
 
 
 def test_a_resident_without_a_network_needs_no_torch() -> None:
-    modules = ("resident", "programs", "launch_pools")
+    modules = ("resident", "programs", "train_and_tune")
     imports = ", ".join(f"raytrain_opt.pools.{module}" for module in modules)
     code = f"import sys, {imports}, tests.support.echo; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 0

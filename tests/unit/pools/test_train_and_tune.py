@@ -12,9 +12,9 @@ from ray.train import PreemptionError, WorkerGroupError
 
 from raytrain_opt.cluster.resources import PoolPlan
 from raytrain_opt.config.schema import TimeoutsSection
-from raytrain_opt.pools import launch_pools
-from raytrain_opt.pools.launch_pools import run_workers
+from raytrain_opt.pools import train_and_tune
 from raytrain_opt.pools.programs import ResidentConfig
+from raytrain_opt.pools.train_and_tune import run_workers
 from raytrain_opt.train.learner_config import LearnerConfig
 from tests.support.small_jobs import small_job
 
@@ -51,8 +51,8 @@ def test_deaths_of_elastic_workers_are_limited_preemptions_are_not(
     def trainer(**_: Any) -> Any:
         return SimpleNamespace(fit=fit)
 
-    monkeypatch.setattr(launch_pools, "count_placeable", lambda *_: 2)
-    monkeypatch.setattr(launch_pools.ray, "get", lambda reply: reply)
+    monkeypatch.setattr(train_and_tune, "count_placeable", lambda *_: 2)
+    monkeypatch.setattr(train_and_tune.ray, "get", lambda reply: reply)
     if survives:
         run_workers(config, trainer)
     else:
