@@ -92,7 +92,7 @@ def resolve(job: Job, facts: Facts, placement: Placement, global_batch_size: int
         channel_norm=facts.channel_norm,
         validation_size=facts.info.validation_size,
         step_flops=facts.search_flops * global_batch_size,
-        guessing_loss=guessing_loss(job, facts.info.class_counts),
+        guessing_loss=guessing_loss(job, facts.info.num_classes, facts.info.class_counts),
         classifies=job.task.is_classification,
     )
     policy = build_policy(chosen, length, steps, task)

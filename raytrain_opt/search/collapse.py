@@ -1,7 +1,8 @@
 """Start again at a lower peak where a training collapsed.
 
     collapsed   the loss or the weights are not finite; or, in an epoch between a tenth and a
-                quarter of them, the training loss is 0.3 % above the first epoch's
+                quarter of them, the training loss is 0.3 % above the first epoch's, or above the
+                loss of a guess by class frequency, which the chosen candidate was below
 
 A collapsed training starts from the initial weights, for the epochs that are left; in the second
 half none starts again. Why: docs/learning-rate.md.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from raytrain_opt.search.optimizer_race import has_learned
 from raytrain_opt.search.policy import History
 
 # The next rate below, on the lattice of the search (`peak_search`).
@@ -47,15 +49,21 @@ class Attempt:
         )
 
 
-def latest_attempt(history: History, epochs: int) -> Attempt:
-    """Return the attempt that the next epoch of a training of `epochs` belongs to."""
+def latest_attempt(history: History, epochs: int, guessing_loss: float = math.inf) -> Attempt:
+    """Return the attempt that the next epoch of a training of `epochs` belongs to.
+
+    `guessing_loss`: see `optimizer_race`; infinite if unknown.
+    """
     attempt, epoch = Attempt(), len(history.epoch_losses)
     if history.restarts:
         attempt = Attempt(history.restarts[-1] - 1, len(history.restarts))
     if attempt.start < epoch < last_restart(epochs) and attempt.number < _MAX_RESTARTS:
-        loss, first_loss = history.epoch_losses[-1], history.epoch_losses[attempt.start]
+        loss, limit = history.epoch_losses[-1], history.epoch_losses[attempt.start]
+        winner = history.latest.winner if history.latest else None
+        if winner and has_learned(winner, guessing_loss):
+            limit = min(limit, guessing_loss)
         first, last = (max(_FEWEST_EPOCHS, math.ceil(epochs * part)) for part in (0.1, 0.25))
-        is_above = loss > first_loss + _LEAST_RISE * abs(first_loss)
+        is_above = loss > limit + _LEAST_RISE * abs(limit)
         has_risen = first <= epoch - attempt.start <= last and is_above
         if has_risen or not math.isfinite(loss):
             return Attempt(epoch, attempt.number + 1)

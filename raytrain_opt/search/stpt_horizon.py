@@ -247,7 +247,7 @@ class HorizonStpt(Policy):
         )
 
     def _train(self, epoch: int, history: History) -> StartAgain | TrainEpoch:
-        attempt = latest_attempt(history, self.length.known_epochs)
+        attempt = latest_attempt(history, self.length.known_epochs, self.facts.guessing_loss)
         span = self.length.span(epoch, self.steps, history.plans, attempt.start)
         found = history.latest
         optimizer = found.next_optimizer if found else 0

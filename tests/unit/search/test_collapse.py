@@ -23,8 +23,6 @@ from raytrain_opt.search.policy import (
 from raytrain_opt.search.stpt_horizon import HorizonStpt, TaskFacts
 
 EPOCHS = 20
-
-
 WINNER = CandidateResult(Candidate(0, 1.0, 0.1), "ok", 0.5, 2.1, 2.1, 8, 1.1, 0, 8)
 SEARCHED = History((Decision(1, 0.1, (), WINNER, 0.1, "", untrained_loss=2.4),))
 
@@ -61,6 +59,16 @@ def test_a_collapse_is_seen_from_a_tenth_to_a_quarter_of_the_epochs(
     losses: tuple[float, ...], start: int
 ) -> None:
     assert train(SEARCHED, *losses).start == start
+
+
+@pytest.mark.parametrize(("candidate_loss", "start"), [(2.1, 2), (2.29, 0)])
+def test_a_training_that_is_worse_than_a_guess_collapsed_if_its_candidate_was_better(
+    candidate_loss: float, start: int
+) -> None:
+    """Even where its first epoch was worse still."""
+    decision = replace(SEARCHED.decisions[0], winner=replace(WINNER, val_loss=candidate_loss))
+    history = History((decision,), epoch_losses=(3.0, 2.32))
+    assert latest_attempt(history, EPOCHS, guessing_loss=2.3).start == start
 
 
 def test_a_training_starts_four_more_times_at_most() -> None:
