@@ -129,9 +129,7 @@ class OptimizerRace:
 
 
 def class_entropy(class_counts: Sequence[int], label_smoothing: float = 0.0) -> float:
-    """Return the cross entropy of a guess by the frequencies of classes; infinite without any."""
-    if not class_counts:
-        return math.inf
+    """Return the cross entropy of a guess by the frequencies of classes."""
     even = label_smoothing / len(class_counts)
     shares = [even + (1 - label_smoothing) * n / sum(class_counts) for n in class_counts]
     return -math.fsum(share * math.log(share) for share in shares if share)

@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 from raytrain_opt.config.load import parse_job
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.execution.check import check_job, try_job
+from raytrain_opt.search.factory import guessing_loss
 from raytrain_opt.search.stpt_horizon import HorizonStpt
 from tests.support.resolved import resolve_here
 
@@ -149,6 +150,11 @@ def test_the_network_decides_the_order_of_optimizers_and_whether_channels_are_no
     others = ["SGD", "ScheduleFreeSGD"]
     assert names == (["Muon", *others, "AdamW"] if normalizes else ["AdamW", "Muon", *others])
     assert resolved.policy.facts.step_flops < 1e8  # so the search may take one training
+
+
+def test_classes_of_unknown_frequency_count_alike() -> None:
+    values = {"model": "resnet8", "data": "digits", "epochs": 1, "global_batch_size": 8}
+    assert guessing_loss(parse_job(values), 3, ()) == pytest.approx(math.log(3))
 
 
 class TokensWithNorm(nn.Module):

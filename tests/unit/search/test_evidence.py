@@ -52,7 +52,6 @@ def test_another_optimizer_is_better_by_more_than_the_standard_error(
         ((90, 10), 0.0, 0.325),
         ((90, 10, 0), 0.0, 0.325),
         ((90, 10), 0.2, 0.472),  # of (0.82, 0.18)
-        ((), 0.0, math.inf),
     ],
 )
 def test_a_guess_by_class_loses_the_entropy_of_the_classes(
