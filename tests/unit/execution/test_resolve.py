@@ -152,9 +152,11 @@ def test_the_network_decides_the_order_of_optimizers_and_whether_channels_are_no
     assert resolved.policy.facts.step_flops < 1e8  # so the search may take one training
 
 
-def test_classes_of_unknown_frequency_count_alike() -> None:
-    values = {"model": "resnet8", "data": "digits", "epochs": 1, "global_batch_size": 8}
-    assert guessing_loss(parse_job(values), 3, ()) == pytest.approx(math.log(3))
+@pytest.mark.parametrize(("sampler", "counts"), [("random", ()), ("balanced", (90, 10))])
+def test_a_guess_counts_classes_of_unknown_frequency_alike(sampler: str, counts: Any) -> None:
+    data = {"name": "digits", "sampler": sampler}
+    job = parse_job({"model": "resnet8", "data": data, "epochs": 1, "global_batch_size": 8})
+    assert guessing_loss(job, 2, counts) == pytest.approx(0.6931, abs=1e-4)
 
 
 class TokensWithNorm(nn.Module):
