@@ -1,8 +1,8 @@
 """Start again at a lower peak where a training collapsed.
 
     collapsed   the loss or the weights are not finite; or, in an epoch between a tenth and a
-                quarter of them, the training loss is 0.3 % above the first epoch's, or above the
-                loss of a guess by class frequency, which the chosen candidate was below
+                quarter of them, the training loss is 0.3 % above the first epoch's, or above a
+                guess's by class frequency, if a candidate had less than half of that
 
 A collapsed training starts from the initial weights, for the epochs that are left; in the second
 half none starts again. Why: docs/learning-rate.md.
@@ -11,9 +11,9 @@ half none starts again. Why: docs/learning-rate.md.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
 
-from raytrain_opt.search.optimizer_race import has_learned
 from raytrain_opt.search.policy import History
 
 # The next rate below, on the lattice of the search (`peak_search`).
@@ -33,6 +33,7 @@ class Attempt:
 
     start: int = 0
     number: int = 0  # of those before
+    why: str = field(default="", compare=False)  # it started
 
     @property
     def lr_factor(self) -> float:
@@ -57,17 +58,28 @@ def latest_attempt(history: History, epochs: int, guessing_loss: float = math.in
     attempt, epoch = Attempt(), len(history.epoch_losses)
     if history.restarts:
         attempt = Attempt(history.restarts[-1] - 1, len(history.restarts))
-    if attempt.start < epoch < last_restart(epochs) and attempt.number < _MAX_RESTARTS:
-        loss, limit = history.epoch_losses[-1], history.epoch_losses[attempt.start]
-        winner = history.latest.winner if history.latest else None
-        if winner and has_learned(winner, guessing_loss):
-            limit = min(limit, guessing_loss)
-        first, last = (max(_FEWEST_EPOCHS, math.ceil(epochs * part)) for part in (0.1, 0.25))
-        is_above = loss > limit + _LEAST_RISE * abs(limit)
-        has_risen = first <= epoch - attempt.start <= last and is_above
-        if has_risen or not math.isfinite(loss):
-            return Attempt(epoch, attempt.number + 1)
+    may_start = attempt.start < epoch < last_restart(epochs) and attempt.number < _MAX_RESTARTS
+    if may_start and (why := _why_collapsed(attempt, history, epochs, guessing_loss)):
+        return Attempt(epoch, attempt.number + 1, why)
     return attempt
+
+
+def _why_collapsed(attempt: Attempt, history: History, epochs: int, guessing_loss: float) -> str:
+    """Return why the attempt has collapsed in the latest epoch; an empty text if it has not."""
+    loss = history.epoch_losses[-1]
+    why = f"the training loss is {loss:.3g}"
+    if not math.isfinite(loss):
+        return why
+    first, last = (max(_FEWEST_EPOCHS, math.ceil(epochs * part)) for part in (0.1, 0.25))
+    if not first <= len(history.epoch_losses) - attempt.start <= last:
+        return ""
+    limits = {"the first epoch's": history.epoch_losses[attempt.start]}
+    tried = (result for decision in history.decisions for result in decision.tried)
+    if any(result.val_loss < guessing_loss / 2 for result in tried):
+        limits["a guess's"] = guessing_loss
+    whose, limit = min(limits.items(), key=itemgetter(1))
+    is_above = loss > limit + _LEAST_RISE * abs(limit)
+    return f"{why}, above {whose} {limit:.3g}" if is_above else ""
 
 
 def last_restart(epochs: int) -> int:

@@ -258,9 +258,8 @@ class HorizonStpt(Policy):
         if not found:
             reason += ": too few steps for a search within learning_rate.max_search_cost"
         if attempt.number > len(history.restarts):
-            why = f"the training loss is {history.epoch_losses[-1]:.3g}"
             again = "training starts again from the initial weights"
-            return StartAgain(epoch, f"{why}: {again}, {reason}")
+            return StartAgain(epoch, f"{attempt.why}: {again}, {reason}")
         lrs = tuple(peak * part for part in schedule.of_epoch(span))
         steps = replace(self.steps.last(epoch, lrs), optimizer=optimizer)
         action = TrainEpoch(epoch, steps, reason)
