@@ -65,7 +65,6 @@ def test_a_collapse_is_seen_from_a_tenth_to_a_quarter_of_the_epochs(
 def test_a_training_that_is_worse_than_a_guess_collapsed_if_a_candidate_was_far_better(
     candidate_loss: float, start: int
 ) -> None:
-    """Even where its first epoch was worse still."""
     tried = (WINNER, replace(WINNER, val_loss=candidate_loss))
     decision = replace(SEARCHED.decisions[0], tried=tried)
     history = History((decision,), epoch_losses=(3.0, 2.32))
