@@ -123,7 +123,7 @@ def _become(connection: socket.socket) -> str:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["directory"])
-    tempfile.tempdir = None  # of the server's environment
+    tempfile.tempdir = None  # chosen anew from this environment
     np.random.seed()  # else every fork draws the same numbers; Python's own generator is seeded
     sys.argv = request["arguments"]
     sys.path[0] = os.path.dirname(sys.argv[0])

@@ -1,8 +1,8 @@
 """Start again at a lower peak where a training collapsed.
 
     collapsed   the loss or the weights are not finite; or, in an epoch between a tenth and a
-                quarter of them, the training loss is 0.3 % above the first epoch's, or above a
-                guess's by class frequency, if a candidate had less than half of that
+                quarter of them, the training loss is 0.3 % above the first epoch's or, if a
+                candidate had less than half of it, above the loss of a guess by class frequency
 
 A collapsed training starts from the initial weights, for the epochs that are left; in the second
 half none starts again. Why: docs/learning-rate.md.
@@ -33,7 +33,7 @@ class Attempt:
 
     start: int = 0
     number: int = 0  # of those before
-    why: str = field(default="", compare=False)  # it started
+    why: str = field(default="", compare=False)  # the one before has collapsed
 
     @property
     def lr_factor(self) -> float:

@@ -83,13 +83,14 @@ def read_schedule(path: str) -> RecordedSchedule:
 def guessing_loss(job: Job, num_classes: int, class_counts: Sequence[int]) -> float:
     """Return the loss of a guess by the classes' frequencies; infinite for other losses.
 
-    Where those in an epoch are not known, all classes count alike.
+    Where the frequencies in an epoch are not known, all classes count alike.
     """
     loss = job.loss
     if not (job.task.is_classification and loss.is_cross_entropy) or loss.class_weights:
         return math.inf
-    alike, known = (1,) * num_classes, class_counts and job.data.sampler == "random"
-    return class_entropy(class_counts if known else alike, loss.label_smoothing)
+    known = class_counts and job.data.sampler == "random"
+    counts = class_counts if known else (1,) * num_classes
+    return class_entropy(counts, loss.label_smoothing)
 
 
 def build_strategy(section: BatchSizeSection, bounds: SizeBounds) -> Strategy:

@@ -22,12 +22,12 @@ from raytrain_opt.cluster import fork_client
 from raytrain_opt.cluster.fork_server import fork_server
 
 REPORT = """
-import json, os, sys
+import json, numpy, os, random, sys, tempfile
 loaded = [name for name in ("torch", "ray") if name in sys.modules]
 report = {"arguments": sys.argv, "parent": os.getppid(), "group": os.getpgrp(), "loaded": loaded,
           "directory": os.getcwd(), "variable": os.environ.get("RAY_A"), "niceness": os.nice(0)}
-import numpy, random
-print(json.dumps(report | {"drawn": [numpy.random.rand(), random.random()]}))
+report |= {"folder": tempfile.gettempdir(), "drawn": [numpy.random.rand(), random.random()]}
+print(json.dumps(report))
 """
 
 
@@ -52,7 +52,7 @@ def start(variables: dict[str, str], program: Path, **env_vars: str) -> Any:
     process = subprocess.Popen(
         ["nice", "-n", "15", *command],
         cwd=program.parent,
-        env={**os.environ, **variables},
+        env={**os.environ, **variables, "TMPDIR": str(program.parent)},
         stdout=subprocess.PIPE,
         process_group=0,
     )
@@ -71,7 +71,7 @@ def test_a_fork_is_the_process_that_was_asked_for(
     assert report["parent"] != os.getpid()
     assert report["loaded"] == ["torch"], "Ray reads settings of its process when it is imported"
     assert report["arguments"] == [str(program), "--node-id=1"]
-    assert report["directory"] == str(program.parent)
+    assert report["directory"] == report["folder"] == str(program.parent)
     assert report["variable"] == "1"
     assert report["niceness"] == min(19, os.nice(0) + 15)
 
