@@ -3,11 +3,11 @@
 Each optimizer has a search of its own (see `peak_search`), with candidates of equal lengths:
 
     all   the coarse stage, from the optimizer's usual rate
-    one   the fine stage: the first of the list, which is the preferred one
+    one   the fine stage: the preferred one, which is Muon or else the first of the list
     one   the first candidate of the fine stage: of the others, the first whose coarse loss ties
           with the lowest. It leaves if its loss is clearly higher, else it gets the complete stage
-    then  the first of the list, or the other one if its fine candidate is better, with its peak;
-          if no candidate has learned anything, the first at its usual rate
+    then  the preferred one, or the other one if its fine candidate is better, with its peak;
+          if no candidate has learned anything, the first of the list at its usual rate
 
 The choice is clear if its loss is the lowest, and the fine stage has learned more than the coarse.
 
@@ -39,7 +39,7 @@ from raytrain_opt.search.peak_search import (
 from raytrain_opt.search.policy import CandidateResult, all_diverged
 
 _ERRORS, _LEAST_FALL = 3.0, 0.01
-# Optimizers that get a fine stage, the first of the list among them.
+# Optimizers that get a fine stage, the preferred one among them.
 _FINALISTS = 2
 
 # With more times the operations of a batch, SGD makes more of the time: on a CPU, a step of
@@ -52,10 +52,13 @@ _FEW_FLOPS = 5e12
 
 @dataclass(frozen=True)
 class OptimizerRace:
-    """The searches of all optimizers, in the job's order, within one budget of steps."""
+    """The searches of all optimizers within one budget of steps.
+
+    `names`: of the optimizers, in the job's order.
+    """
 
     names: tuple[str, ...]
-    searches: tuple[PeakSearch, ...]
+    searches: tuple[PeakSearch, ...]  # the preferred optimizer's first
     guessing_loss: float = math.inf  # of a guess by the classes' frequencies
 
     @property
@@ -70,14 +73,14 @@ class OptimizerRace:
 
     def run(self, why: str) -> Generator[PeakRequest, Sequence[CandidateResult], PeakChoice]:
         """Yield candidates to train, the first with `why`; return the choice, or DivergedError."""
-        left = []
+        left, preferred = [], self.searches[0]
         for search in self.searches:
-            if (yield from search.coarse("" if search.optimizer else why)):
+            if (yield from search.coarse(why if search is preferred else "")):
                 left.append(search)
         finalists = list[PeakSearch]()
         while left and len(finalists) < _FINALISTS:
             search, against, limit = left[0], "", math.inf
-            if search.optimizer:  # not the preferred one
+            if search is not preferred:
                 lowest = min((other.best for other in left), key=lambda best: best.val_loss)
                 search = next(other for other in left if not is_better(lowest, other.best))
             left.remove(search)
@@ -89,10 +92,11 @@ class OptimizerRace:
         if not finalists:
             tried = [result for search in self.searches for result in search.tried]
             raise all_diverged(1, sorted({result.candidate.lr for result in tried}), tried)
-        untrained = max(search.untrained_loss for search in (*finalists, *left))
-        return self._choose(finalists, untrained)
+        return self._choose(finalists, left)
 
-    def _choose(self, finalists: Sequence[PeakSearch], untrained: float) -> PeakChoice:
+    def _choose(self, finalists: Sequence[PeakSearch], left: Sequence[PeakSearch]) -> PeakChoice:
+        trained = (*finalists, *left)
+        untrained = max(search.untrained_loss for search in trained)
         first, *others = finalists
         chosen = next((other for other in others if is_better(other.best, first.best)), first)
         if len(self.names) > 1:
@@ -107,13 +111,14 @@ class OptimizerRace:
             )
         is_guess = untrained == self.guessing_loss
         kind = "of a guess by class" if is_guess else "of a network that hardly trained"
+        usual = min(trained, key=lambda search: search.optimizer)
         reason = (
             f"the best candidate's loss of {best.val_loss:.4g} is not below {untrained:.4g}, that "
             f"{kind}, by more than the noise, {noise(best, untrained):.2g}; so "
-            f"{self.names[first.optimizer]} trains where its search began"
+            f"{self.names[usual.optimizer]} trains where its search began"
         )
         return PeakChoice(
-            first.optimizer, first.initial, first.best, first.untrained_loss, reason, False
+            usual.optimizer, usual.initial, usual.best, usual.untrained_loss, reason, False
         )
 
     def _compared(self, chosen: PeakSearch, finalists: Sequence[PeakSearch]) -> str:

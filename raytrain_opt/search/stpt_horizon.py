@@ -138,10 +138,11 @@ class HorizonStpt(Policy):
         if steps is None:
             return None
         left, factor = Budget(budget), 1.0 if self.facts.channel_norm else _WITHOUT_CHANNEL_NORM
-        searches = (
+        searches = [
             PeakSearch(i, self._initial(i), steps, left, optimizer.traits.usual_lr, factor)
             for i, optimizer in enumerate(optimizers)
-        )
+        ]
+        searches.sort(key=lambda search: not optimizers[search.optimizer].traits.preferred)
         names = (str(optimizer.name) for optimizer in optimizers)
         return OptimizerRace(tuple(names), tuple(searches), self.facts.guessing_loss)
 

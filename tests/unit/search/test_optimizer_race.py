@@ -209,7 +209,7 @@ def test_steps_may_take_four_times_the_operations_of_a_batch_or_few_in_a_trainin
     assert (why_without_muon(step, batch, steps) is not None) is too_costly
 
 
-def test_with_few_steps_only_the_rate_of_the_preferred_optimizer_is_searched() -> None:
+def test_with_few_steps_only_the_rate_of_the_first_optimizer_is_searched() -> None:
     """24 updates in each of 16 epochs: 76 steps, of which four optimizers need 105."""
     few = replace(policy(max_search_cost=0.2), steps=EpochSteps(24))
     rounds, action, history = search(few, USUAL | {MUON: Optimizer(0.4, 2.3)})
@@ -220,7 +220,7 @@ def test_with_few_steps_only_the_rate_of_the_preferred_optimizer_is_searched() -
 
 
 @pytest.mark.parametrize("optimizers", [AUTO, AUTO[::-1]])
-def test_without_steps_to_search_the_preferred_optimizer_trains_at_its_usual_rate(
+def test_without_steps_to_search_the_first_optimizer_trains_at_its_usual_rate(
     optimizers: tuple[OptimizerSection, ...],
 ) -> None:
     section = HorizonPolicy(policy="stpt_horizon")
@@ -232,7 +232,7 @@ def test_without_steps_to_search_the_preferred_optimizer_trains_at_its_usual_rat
 
 
 def test_the_preferred_optimizer_stays_where_none_is_better_by_more_than_noise() -> None:
-    noisy = {index: replace(o, error=0.15) for index, o in USUAL.items()}
+    noisy, last = {i: replace(o, error=0.15) for i, o in USUAL.items()}, len(USUAL) - 1
     rounds, action, history = search(policy(), {**noisy, MUON: Optimizer(0.1, 2.3)})
     assert sorted(set(raced(rounds, "fine"))) == [MUON, SGD]  # ScheduleFreeSGD is no better
     assert action.steps.optimizer == MUON
@@ -241,18 +241,29 @@ def test_the_preferred_optimizer_stays_where_none_is_better_by_more_than_noise()
     assert "standard error 0.15" in reason
     _, action, _ = search(policy(), {**USUAL, MUON: Optimizer(0.1, 2.2)})
     assert action.steps.optimizer == SCHEDULE_FREE
+    noisy = {last - index: o for index, o in noisy.items()}
+    _, action, _ = search(policy(AUTO[::-1]), {**noisy, last: Optimizer(0.1, 2.2)})
+    assert action.steps.optimizer == last  # Muon, wherever it stands
 
 
-@pytest.mark.parametrize(("loss", "error"), [(2.0, 1.0), (150.0, 0.0)])
-def test_the_preferred_optimizer_trains_at_its_usual_rate_where_none_learned(
-    loss: float, error: float
+@pytest.mark.parametrize(
+    ("loss", "error", "order", "name"),
+    [
+        (2.0, 1.0, 1, "Muon, peak 0.1"),
+        (150.0, 0.0, 1, "Muon, peak 0.1"),
+        (2, 1, -1, "AdamW, peak 0.001"),
+    ],
+)
+def test_the_first_of_the_list_trains_at_its_usual_rate_where_none_learned(
+    loss: float, error: float, order: int, name: str
 ) -> None:
     """The best candidate is 1 below one that hardly trained."""
-    losses = {i: Optimizer(o.best_lr * 3, loss + (i > 0), error=error) for i, o in USUAL.items()}
-    _, action, history = search(policy(), losses)
-    assert (action.steps.optimizer, peak(history)) == (MUON, pytest.approx(0.1))
+    usual = dict(enumerate([*USUAL.values()][::order]))
+    losses = {i: Optimizer(o.best_lr * 3, loss + (i > 0), error=error) for i, o in usual.items()}
+    _, action, history = search(policy(AUTO[::order]), losses)
+    assert (action.steps.optimizer, peak(history)) == (0, pytest.approx(usual[0].best_lr))
     reason = history.decisions[-1].reason
-    assert reason.startswith("not decided: Muon, peak 0.1: ")
+    assert reason.startswith(f"not decided: {name}: ")
     assert "lowest loss" not in reason
 
 
