@@ -15,7 +15,7 @@ The choice is clear if its loss is the lowest, and the fine stage has learned mo
         of several optimizers of a classifier, at most the loss of a guess by class frequency
     L   validation loss of the best candidate        e   its standard error over the samples
 
-    learned     U - L > max(3 e, 0.01 |U|)          better      its L is lower by more than its e
+    learned     U - L > max(2 e, 0.01 |U|)          better      its L is lower by more than its e
 
 A network that hardly trained says nearly the same of every sample, so the standard error of the
 differences, sample by sample, is about e. A fall of less than a hundredth is typical of a network
@@ -38,7 +38,7 @@ from raytrain_opt.search.peak_search import (
 )
 from raytrain_opt.search.policy import CandidateResult, all_diverged
 
-_ERRORS, _LEAST_FALL = 3.0, 0.01
+_ERRORS, _LEAST_FALL = 2.0, 0.01
 # Optimizers that get a fine stage, the preferred one among them.
 _FINALISTS = 2
 

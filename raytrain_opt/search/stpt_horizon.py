@@ -63,7 +63,7 @@ _WITHOUT_CHANNEL_NORM = 0.5
 _USUAL_COST, _DECISIVE_STEPS, _SMALL_SEARCH_FLOPS = 0.2, 300, 1e14
 # The updates of the search that follows one whose result is not clear, and how many times as long
 # its candidates have to be.
-_LONG_SEARCH, _LONGER = 1000, 2
+_LONG_SEARCH, _LONGER = 1000, 1.5
 
 
 @dataclass(frozen=True)

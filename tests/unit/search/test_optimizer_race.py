@@ -249,9 +249,9 @@ def test_the_preferred_optimizer_stays_where_none_is_better_by_more_than_noise()
 @pytest.mark.parametrize(
     ("loss", "error", "order", "name"),
     [
-        (2.0, 1.0, 1, "Muon, peak 0.1"),
+        (2.0, 1.5, 1, "Muon, peak 0.1"),
         (150.0, 0.0, 1, "Muon, peak 0.1"),
-        (2, 1, -1, "AdamW, peak 0.001"),
+        (2.0, 1.5, -1, "AdamW, peak 0.001"),
     ],
 )
 def test_the_first_of_the_list_trains_at_its_usual_rate_where_none_learned(
