@@ -44,10 +44,8 @@ class Optimizer:
 
     def result(self, candidate: Candidate, steps: int) -> CandidateResult:
         loss = self.loss + self.early / steps + math.log10(candidate.lr / self.best_lr) ** 2
-        if candidate.lr >= self.limit:
-            loss = math.nan
-        if steps in self.late:
-            loss = self.late_loss
+        loss = math.nan if candidate.lr >= self.limit else loss
+        loss = self.late_loss if steps in self.late else loss
         status = "diverged" if math.isnan(loss) else "ok"
         result = CandidateResult(candidate, status, 0.5, loss, loss, 8, 1.1, 0, 8)
         return replace(result, val_loss_error=self.error)
@@ -63,9 +61,8 @@ USUAL = {
 
 def policy(optimizers: tuple[OptimizerSection, ...] = AUTO, **section: object) -> HorizonStpt:
     values = {"policy": "stpt_horizon", "max_search_cost": 0.25, **section}
-    return HorizonStpt(
-        HorizonPolicy.model_validate(values), Length(EPOCHS), EpochSteps(STEPS), optimizers
-    )
+    horizon = HorizonPolicy.model_validate(values)
+    return HorizonStpt(horizon, Length(EPOCHS), EpochSteps(STEPS), optimizers)
 
 
 def search(
@@ -83,8 +80,7 @@ def search(
 
 
 def peak(history: History) -> float:
-    assert history.latest is not None
-    return history.latest.next_base_lr
+    return history.decisions[-1].next_base_lr
 
 
 def raced(rounds: list[TryCandidates], stage: str) -> list[int]:
@@ -232,28 +228,21 @@ def test_without_steps_to_search_the_first_optimizer_trains_at_its_usual_rate(
 
 
 def test_the_preferred_optimizer_stays_where_none_is_better_by_more_than_noise() -> None:
-    noisy, last = {i: replace(o, error=0.15) for i, o in USUAL.items()}, len(USUAL) - 1
+    noisy = {index: replace(o, error=0.15) for index, o in USUAL.items()}
     rounds, action, history = search(policy(), {**noisy, MUON: Optimizer(0.1, 2.3)})
     assert sorted(set(raced(rounds, "fine"))) == [MUON, SGD]  # ScheduleFreeSGD is no better
     assert action.steps.optimizer == MUON
     reason = history.decisions[-1].reason
     assert "Muon stays: none is better by more than noise (Muon 2.300" in reason
     assert "standard error 0.15" in reason
-    _, action, _ = search(policy(), {**USUAL, MUON: Optimizer(0.1, 2.2)})
-    assert action.steps.optimizer == SCHEDULE_FREE
-    noisy = {last - index: o for index, o in noisy.items()}
-    _, action, _ = search(policy(AUTO[::-1]), {**noisy, last: Optimizer(0.1, 2.2)})
-    assert action.steps.optimizer == last  # Muon, wherever it stands
+    behind = {**USUAL, MUON: Optimizer(0.1, 2.2)}
+    assert search(policy(), behind)[1].steps.optimizer == SCHEDULE_FREE
+    last_muon = {3 - i: o for i, o in noisy.items()} | {3: Optimizer(0.1, 2.2)}
+    assert search(policy(AUTO[::-1]), last_muon)[1].steps.optimizer == 3
 
 
-@pytest.mark.parametrize(
-    ("loss", "error", "order", "name"),
-    [
-        (2.0, 1.5, 1, "Muon, peak 0.1"),
-        (150.0, 0.0, 1, "Muon, peak 0.1"),
-        (2.0, 1.5, -1, "AdamW, peak 0.001"),
-    ],
-)
+@pytest.mark.parametrize(("order", "name"), [(1, "Muon, peak 0.1"), (-1, "AdamW, peak 0.001")])
+@pytest.mark.parametrize(("loss", "error"), [(2.0, 1.5), (150.0, 0.0)])
 def test_the_first_of_the_list_trains_at_its_usual_rate_where_none_learned(
     loss: float, error: float, order: int, name: str
 ) -> None:
