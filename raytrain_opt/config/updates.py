@@ -28,8 +28,7 @@ class Traits:
     fraction of the training. `excludes_bias_and_norm`: by default biases and normalization layers
     get no weight decay. `auto_weight_decay`: the policy may choose the decay. `schedule_free`: it
     averages its weights in place of a decay of the rate. `second_rule`: only matrices follow its
-    own rule. `counts_updates`: its rule changes with the number of updates. `preferred`: it stays
-    unless another optimizer is better by more than noise.
+    own rule. `counts_updates`: its rule changes with the number of updates.
     """
 
     usual_lr: float | None = None
@@ -39,7 +38,6 @@ class Traits:
     schedule_free: bool = False
     second_rule: bool = False
     counts_updates: bool = False
-    preferred: bool = False
 
 
 OPTIMIZERS = {
@@ -48,13 +46,7 @@ OPTIMIZERS = {
     "AdamW": Traits(0.001, auto_weight_decay=True),
     # The best of six rates on three of five tasks (benchmarks/RESULTS.md).
     "LARS": Traits(2.0, usual_warmup=0.2, excludes_bias_and_norm=True),
-    "Muon": Traits(
-        0.1,
-        excludes_bias_and_norm=True,
-        auto_weight_decay=True,
-        second_rule=True,
-        preferred=True,
-    ),
+    "Muon": Traits(0.1, excludes_bias_and_norm=True, auto_weight_decay=True, second_rule=True),
     "NAdam": Traits(0.001),
     "RAdam": Traits(0.001),
     "RMSpropWarmup": Traits(counts_updates=True),
@@ -112,6 +104,14 @@ class OptimizerSection(NamedSection):
         """Whether the policy chooses the weight decay of each epoch."""
         return bool(self.args.get("weight_decay") == "auto")
 
+    @property
+    def is_preferred(self) -> bool:
+        """Whether the search keeps it unless another is better by more than noise.
+
+        Without a weight decay that follows the fit, Muon overfits where data are few.
+        """
+        return self.traits.second_rule and self.has_auto_weight_decay
+
     def without_auto_weight_decay(self) -> OptimizerSection:
         args = {n: v for n, v in self.args.items() if v != "auto"}
         return self.model_copy(update={"args": args})
@@ -152,11 +152,12 @@ class OptimizerChoiceSection(OptimizerSection):
     """An optimizer, or several among which the search chooses."""
 
     candidates: list[OptimizerSection] = Field(default_factory=list)
-    """With name: auto, the search of policy stpt_horizon chooses among these: Muon, or else the
-    first one, unless another is better by more than noise. Where there are too few steps for that,
-    or they learn too little, the first one trains. Default: Muon, SGD, ScheduleFreeSGD, AdamW;
-    without BatchNorm, GroupNorm and InstanceNorm AdamW, Muon, SGD, ScheduleFreeSGD. Muon is left
-    out where its steps would take several times as long."""
+    """With name: auto, the search of policy stpt_horizon chooses among these: Muon with
+    weight_decay: auto, or else the first one, unless another is better by more than noise. Where
+    there are too few steps for that, or they learn too little, the first one trains. Default:
+    Muon, SGD, ScheduleFreeSGD, AdamW; for a network without BatchNorm, GroupNorm or InstanceNorm:
+    AdamW, Muon, SGD, ScheduleFreeSGD; both without Muon where its steps would take several times
+    as long."""
 
     @property
     def is_choice(self) -> bool:

@@ -3,10 +3,12 @@
 Each optimizer has a search of its own (see `peak_search`), with candidates of equal lengths:
 
     all   the coarse stage, from the optimizer's usual rate
-    one   the fine stage: the preferred one, which is Muon or else the first of the list
+    one   the fine stage: the preferred one, which is Muon with a decay that follows the fit, or
+          else the first of the list
     one   the first candidate of the fine stage: of the others, the first whose coarse loss ties
           with the lowest. It leaves if its loss is clearly higher, else it gets the complete stage
-    then  the preferred one, or the other one if its fine candidate is better, with its peak;
+    then  the preferred one, or the other one if its fine candidate is better (or the preferred
+          one's has learned nothing), with its peak;
           if no candidate has learned anything, the first of the list at its usual rate
 
 The choice is clear if its loss is the lowest, and the fine stage has learned more than the coarse.
@@ -52,13 +54,11 @@ _FEW_FLOPS = 5e12
 
 @dataclass(frozen=True)
 class OptimizerRace:
-    """The searches of all optimizers within one budget of steps.
-
-    `names`: of the optimizers, in the job's order.
-    """
+    """The searches of all optimizers, in the job's order, within one budget of steps."""
 
     names: tuple[str, ...]
-    searches: tuple[PeakSearch, ...]  # the preferred optimizer's first
+    searches: tuple[PeakSearch, ...]
+    preferred: int = 0
     guessing_loss: float = math.inf  # of a guess by the classes' frequencies
 
     @property
@@ -73,16 +73,16 @@ class OptimizerRace:
 
     def run(self, why: str) -> Generator[PeakRequest, Sequence[CandidateResult], PeakChoice]:
         """Yield candidates to train, the first with `why`; return the choice, or DivergedError."""
-        left, preferred = [], self.searches[0]
+        left = []
         for search in self.searches:
-            if (yield from search.coarse(why if search is preferred else "")):
+            if (yield from search.coarse(why)):
                 left.append(search)
-        finalists = list[PeakSearch]()
+            why = ""
+        finalists, preferred = list[PeakSearch](), self.searches[self.preferred]
         while left and len(finalists) < _FINALISTS:
-            search, against, limit = left[0], "", math.inf
-            if search is not preferred:
-                lowest = min((other.best for other in left), key=lambda best: best.val_loss)
-                search = next(other for other in left if not is_better(lowest, other.best))
+            lowest = min((other.best for other in left), key=lambda best: best.val_loss)
+            search = next(other for other in left if not is_better(lowest, other.best))
+            search, against, limit = preferred if preferred in left else search, "", math.inf
             left.remove(search)
             if finalists:
                 against, loss = self.names[finalists[0].optimizer], finalists[0].best.val_loss
@@ -97,10 +97,12 @@ class OptimizerRace:
     def _choose(self, finalists: Sequence[PeakSearch], left: Sequence[PeakSearch]) -> PeakChoice:
         trained = (*finalists, *left)
         untrained = max(search.untrained_loss for search in trained)
-        first, *others = finalists
-        chosen = next((other for other in others if is_better(other.best, first.best)), first)
         if len(self.names) > 1:
             untrained = min(untrained, self.guessing_loss)
+        first, *others = finalists
+        if has_learned(first.best, untrained):
+            others = [other for other in others if is_better(other.best, first.best)]
+        chosen = next(iter(others), first)
         best = min((search.best for search in finalists), key=lambda result: result.val_loss)
         if has_learned(chosen.best, untrained):
             choice = chosen.peak()
@@ -125,11 +127,11 @@ class OptimizerRace:
         """Say how the chosen optimizer compares with the other finalist, if there is one."""
         if len(finalists) == 1:
             return ""
-        bests = {self.names[search.optimizer]: search.best for search in finalists}
-        listed = ", ".join(f"{name} {best.val_loss:.3f}" for name, best in bests.items())
-        error = max(best.val_loss_error for best in bests.values())
-        is_lowest = chosen.best.val_loss == min(best.val_loss for best in bests.values())
-        how = "has the lowest loss" if is_lowest else "stays: none is better by more than noise"
+        bests = [(self.names[search.optimizer], search.best) for search in finalists]
+        listed = ", ".join(f"{name} {best.val_loss:.3f}" for name, best in bests)
+        error = max(best.val_loss_error for _, best in bests)
+        is_lowest = chosen.best.val_loss == min(best.val_loss for _, best in bests)
+        how = "has the lowest loss" if is_lowest else "trains: none is better by more than noise"
         return f"{self.names[chosen.optimizer]} {how} ({listed}; standard error {error:.2g}); "
 
 

@@ -138,13 +138,13 @@ class HorizonStpt(Policy):
         if steps is None:
             return None
         left, factor = Budget(budget), 1.0 if self.facts.channel_norm else _WITHOUT_CHANNEL_NORM
-        searches = [
+        searches = (
             PeakSearch(i, self._initial(i), steps, left, optimizer.traits.usual_lr, factor)
             for i, optimizer in enumerate(optimizers)
-        ]
-        searches.sort(key=lambda search: not optimizers[search.optimizer].traits.preferred)
-        names = (str(optimizer.name) for optimizer in optimizers)
-        return OptimizerRace(tuple(names), tuple(searches), self.facts.guessing_loss)
+        )
+        names = tuple(str(optimizer.name) for optimizer in optimizers)
+        preferred = next((i for i, section in enumerate(optimizers) if section.is_preferred), 0)
+        return OptimizerRace(names, tuple(searches), preferred, self.facts.guessing_loss)
 
     def _following(self, history: History) -> PeakRequest | PeakChoice | None:
         """Return what follows these rounds; None without a search. Raises DivergedError."""
