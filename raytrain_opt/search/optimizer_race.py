@@ -7,9 +7,8 @@ Each optimizer has a search of its own (see `peak_search`), with candidates of e
           else the first of the list
     one   the first candidate of the fine stage: of the others, the first whose coarse loss ties
           with the lowest. It leaves if its loss is clearly higher, else it gets the complete stage
-    then  the preferred one, or the other one if its fine candidate is better (or the preferred
-          one's has learned nothing), with its peak;
-          if no candidate has learned anything, the first of the list at its usual rate
+    then  the preferred one with its peak, or the other one if its fine candidate is better, or
+          the only one that has learned; if none has, the first of the list at its usual rate
 
 The choice is clear if its loss is the lowest, and the fine stage has learned more than the coarse.
 

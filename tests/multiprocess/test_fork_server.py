@@ -90,8 +90,9 @@ def test_other_variables_need_a_new_process(variables: dict[str, str], program: 
 
 @pytest.mark.timeout(240)
 def test_processes_start_without_a_server_that_was_killed(program: Path) -> None:
+    others = psutil.Process().children()
     with fork_server() as variables:
-        server = _server()
+        server = _server(others)
         server.send_signal(signal.SIGKILL)
         server.wait(60)
         assert start(variables, program) == "as Ray does"
@@ -99,8 +100,9 @@ def test_processes_start_without_a_server_that_was_killed(program: Path) -> None
 
 @pytest.mark.timeout(240)
 def test_the_server_ends_with_the_block_and_with_its_driver() -> None:
+    others = psutil.Process().children()
     with fork_server() as variables:
-        server = _server()
+        server = _server(others)
     assert not server.is_running()
     assert not Path(variables[fork_client.SOCKET_VARIABLE]).exists()
     program = """
@@ -114,7 +116,7 @@ with fork_server():
     with subprocess.Popen(command, stdout=subprocess.PIPE) as driver:
         assert driver.stdout is not None
         driver.stdout.readline()
-        server = _server(driver.pid)
+        server = _server([], driver.pid)
         driver.kill()
     server.wait(timeout=120)  # it looks after it has imported torch
 
@@ -125,13 +127,10 @@ def test_a_user_can_do_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None
         assert variables == {}
 
 
-def _server(pid: int | None = None, limit_s: float = 120) -> psutil.Process:
-    """Return the newest server of a process; its command line shows a moment after its start."""
-    deadline_s = time.monotonic() + limit_s
+def _server(others: list[psutil.Process], pid: int | None = None) -> psutil.Process:
+    """Return the other server of a process; its command line shows a moment after its start."""
     while True:
-        children = psutil.Process(pid).children()
-        servers = [p for p in children if "raytrain_opt.cluster.fork_server" in p.cmdline()]
-        if servers:
-            return servers[-1]
-        assert time.monotonic() < deadline_s
+        for child in psutil.Process(pid).children():
+            if child not in others and "raytrain_opt.cluster.fork_server" in child.cmdline():
+                return child
         time.sleep(0.01)
