@@ -80,8 +80,10 @@ class OptimizerRace:
         finalists, preferred = list[PeakSearch](), self.searches[self.preferred]
         while left and len(finalists) < _FINALISTS:
             lowest = min((other.best for other in left), key=lambda best: best.val_loss)
-            search = next(other for other in left if not is_better(lowest, other.best))
-            search, against, limit = preferred if preferred in left else search, "", math.inf
+            tied = [other for other in left if not is_better(lowest, other.best)]
+            search, against, limit = tied[0], "", math.inf
+            if preferred in left:
+                search = preferred
             left.remove(search)
             if finalists:
                 against, loss = self.names[finalists[0].optimizer], finalists[0].best.val_loss

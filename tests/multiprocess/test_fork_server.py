@@ -56,8 +56,7 @@ def start(variables: dict[str, str], program: Path, **env_vars: str) -> Any:
         stdout=subprocess.PIPE,
         process_group=0,
     )
-    output, _ = process.communicate()  # ends when the fork has closed it
-    report = json.loads(output)
+    report = json.loads(process.communicate()[0])  # ends when the fork has closed its output
     if isinstance(report, dict):
         assert report["group"] == process.pid
     return report
@@ -129,8 +128,9 @@ def test_a_user_can_do_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None
 
 def _server(others: list[psutil.Process], pid: int | None = None) -> psutil.Process:
     """Return the other server of a process; its command line shows a moment after its start."""
-    while True:
+    for _ in range(12_000):
         for child in psutil.Process(pid).children():
             if child not in others and "raytrain_opt.cluster.fork_server" in child.cmdline():
                 return child
         time.sleep(0.01)
+    raise TimeoutError

@@ -46,8 +46,8 @@ class Optimizer:
         loss = self.loss + self.early / steps + math.log10(candidate.lr / self.best_lr) ** 2
         loss = math.nan if candidate.lr >= self.limit else loss
         loss = self.late_loss if steps in self.late else loss
-        ok = "diverged" if math.isnan(loss) else "ok"
-        return CandidateResult(candidate, ok, 0, loss, loss, 8, 1, 0, val_loss_error=self.error)
+        state = "diverged" if math.isnan(loss) else "ok"
+        return CandidateResult(candidate, state, 0, loss, loss, 8, 1, 0, val_loss_error=self.error)
 
 
 USUAL = {
@@ -257,23 +257,24 @@ def test_the_first_of_the_list_trains_at_its_usual_rate_where_none_learned(
 
 
 @pytest.mark.parametrize(
-    ("early", "section", "step_flops", "fine"),
+    ("early", "section", "step_flops", "epoch_steps", "fine"),
     [
-        (6.0, {}, 1e6, [29, 96]),
-        (6.0, {"max_search_cost": 0.2}, 1e6, [29]),
-        (6.0, {}, 1e12, [29]),
-        (0.05, {}, 1e6, [29, 96]),
-        (1.0, {}, 1e6, [29]),
+        (6.0, {}, 1e6, STEPS, [29, 96]),
+        (6.0, {"max_search_cost": 0.2}, 1e6, STEPS, [29]),
+        (6.0, {}, 1e12, STEPS, [29]),
+        (0.05, {}, 1e6, STEPS, [29, 96]),
+        (0.05, {}, 1e6, 50, [28, 49]),  # not twice as long
+        (1.0, {}, 1e6, STEPS, [29]),
     ],
 )
 def test_a_search_that_is_not_clear_is_repeated_with_longer_candidates(
-    early: float, section: dict[str, float], step_flops: float, fine: list[int]
+    early: float, section: dict[str, float], step_flops: float, epoch_steps: int, fine: list[int]
 ) -> None:
-    """Above a guess after 29 steps with 6. From 7 steps it falls by 0.1 early; noise: 0.03."""
+    """Above a guess after 29 steps with 6. From 7 steps it falls by 0.1 early; noise: 0.02."""
     late = {i: replace(o, loss=o.loss - 0.1, early=early, error=0.01) for i, o in USUAL.items()}
     facts = TaskFacts(step_flops=step_flops, guessing_loss=2.05)
-    searching = replace(policy(**{"max_search_cost": "auto", **section}), facts=facts)
-    rounds, _, history = search(searching, late)
+    auto = policy(**{"max_search_cost": "auto", **section})
+    rounds, _, history = search(replace(auto, facts=facts, steps=EpochSteps(epoch_steps)), late)
     steps = [r.pretrain_steps for r in rounds if r.stage == "fine"]
     assert list(dict.fromkeys(steps)) == fine
     reason = history.decisions[-1].reason
