@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from io import BytesIO
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,74 +29,62 @@ from raytrain_opt.train.task import (
     metric_of,
 )
 
+if TYPE_CHECKING:
+    from raytrain_opt.train.learner import Learner
+
 # Longest side of the image of a mistake, in pixels.
 _THUMBNAIL_PX = 64
 
 
-@dataclass(frozen=True)
-class Evaluator:
-    """Evaluates a model by its task; `names`: of the task's metrics.
-
-    `seed` is called before each batch with a text that names it, and `attempt` wraps it.
-    """
-
-    model: nn.Module
-    task: Task
-    names: tuple[str, ...]
-    data: TrainingData
-    autocast: Callable[[], AbstractContextManager[object]]
-    seed: Callable[[str], None]
-    attempt: Callable[[], AbstractContextManager[None]]
-
-    @torch.no_grad()
-    def evaluate(
-        self,
-        split: Split,
-        rank: int,
-        world_size: int,
-        batch_size: int,
-        on_step: Callable[[int, int], object],
-    ) -> EvalTotals:
-        """Evaluate this rank's samples of the split, see `Learner.evaluate`."""
-        started_s, samples, info = monotonic_s(), 0, self.data.info
-        outputs: dict[str, list[Any]] | None = {} if aggregates(self.task) else None
-        device = next(self.model.parameters()).device
-        sums = torch.zeros(len(self.names) + 1, device=device, dtype=torch.float64)
-        self.model.eval()
-        sizes = {"test": info.test_size, "final": info.final_size}
-        total = math.ceil(sizes.get(split, info.validation_size) / (world_size * batch_size))
-        recorder = None
-        if split == "test" and isinstance(self.task, Classification):
-            recorder = PredictionRecorder(self.model)
-        for done, batch in enumerate(self.data.eval_batches(split, rank, world_size, batch_size)):
-            on_step(done, total)
-            self.seed(f"{split} {rank} {done}")
-            values = None
-            with self.attempt(), self.autocast():
-                values = self.task.validation_metrics(recorder or self.model, batch.content)
-            if values is None:  # it raised
-                nothing, metric = dict.fromkeys(self.names, math.nan), metric_of(self.task)
-                return EvalTotals(1, nothing, monotonic_s() - started_s, metric)
-            values = checked_metrics(self.task, values, batch.size, self.names)
-            if recorder is not None:
-                recorder.add(batch)
-            if outputs is not None:
-                keep_outputs(outputs, values)
-            columns = [values[name].double() for name in (*self.names, "loss")]
-            columns[-1] = columns[-1] ** 2
-            sums += torch.stack([column.sum() for column in columns])
-            samples += batch.size
-        *values_sums, loss_squares = sums.tolist()
-        predictions = None if recorder is None else recorder.result(self.data)
-        return EvalTotals(
-            samples,
-            dict(zip(self.names, values_sums, strict=True)),
-            monotonic_s() - started_s,
-            metric_of(self.task),
-            predictions,
-            loss_squares=loss_squares,
-            outputs=outputs,
-        )
+@torch.no_grad()
+def evaluate(
+    learner: Learner,
+    split: Split,
+    rank: int,
+    world_size: int,
+    on_step: Callable[[int, int], object],
+) -> EvalTotals:
+    """Evaluate this rank's samples of the split, see `Learner.evaluate`."""
+    started_s, samples = monotonic_s(), 0
+    model, task, data, names = learner.model, learner.task, learner.data, learner.metric_names
+    outputs: dict[str, list[Any]] | None = {} if aggregates(task) else None
+    sums = torch.zeros(len(names) + 1, device=learner.device, dtype=torch.float64)
+    model.eval()
+    sizes = {"test": data.info.test_size, "final": data.info.final_size}
+    batch_size = learner.config.eval_batch_size
+    total = math.ceil(sizes.get(split, data.info.validation_size) / (world_size * batch_size))
+    recorder = None
+    if split == "test" and isinstance(task, Classification):
+        recorder = PredictionRecorder(model)
+    for done, batch in enumerate(data.eval_batches(split, rank, world_size, batch_size)):
+        on_step(done, total)
+        learner.seed(f"{split} {rank} {done}")
+        values = None
+        with learner.attempt(), learner.autocast():
+            values = task.validation_metrics(recorder or model, batch.content)
+        if values is None:  # it raised
+            nothing, metric = dict.fromkeys(names, math.nan), metric_of(task)
+            return EvalTotals(1, nothing, monotonic_s() - started_s, metric)
+        values = checked_metrics(task, values, batch.size, names)
+        if recorder is not None:
+            recorder.add(batch)
+        if outputs is not None:
+            keep_outputs(outputs, values)
+        columns = [values[name].double() for name in (*names, "loss")]
+        columns[-1] = columns[-1] ** 2
+        sums += torch.stack([column.sum() for column in columns])
+        samples += batch.size
+    *values_sums, loss_squares = sums.tolist()
+    predictions = None if recorder is None else recorder.result(data)
+    return EvalTotals(
+        samples,
+        dict(zip(names, values_sums, strict=True)),
+        monotonic_s() - started_s,
+        metric_of(task),
+        predictions,
+        loss_squares=loss_squares,
+        outputs=outputs,
+    )
 
 
 def add_ranks(task: Task, part: EvalTotals, device: torch.device) -> EvalTotals:

@@ -34,7 +34,7 @@ from raytrain_opt.random_state import derive_seed, find_generators, seed_all, se
 from raytrain_opt.results import NO_STEPS, EvalTotals, Split, Steps, TrainTotals
 from raytrain_opt.train import batch_norm
 from raytrain_opt.train.data_parallel import Parallel
-from raytrain_opt.train.evaluation import Evaluator, add_ranks
+from raytrain_opt.train.evaluation import add_ranks, evaluate
 from raytrain_opt.train.kernels import autocast_dtype, choose_kernels, compile_model, eager
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -81,10 +81,8 @@ class Learner:
         self.model = config.build_model(self.info).to(device)
         batch_norm.set_momentum(self.model, config.batch_norm.momentum)
         batch_norm.freeze_statistics(self.model, config.model.freeze)
-        names = find_metric_names(self.task, self.model, self.data.first_samples("train"))
-        self._evaluator = Evaluator(
-            self.model, self.task, names, self.data, self.autocast, self._seed, self._attempt
-        )
+        samples = self.data.first_samples("train")
+        self.metric_names = find_metric_names(self.task, self.model, samples)
         self.compiled = compile_model(config.compile, self.model, device)
         self.parallel = distribute(self.model, config.parallel)
         self._build_optimizer(0)
@@ -206,22 +204,24 @@ class Learner:
             requested_s = monotonic_s()
             batch = next(batches)
             phase.data_wait_s += monotonic_s() - requested_s
-            self._seed(f"{phase.epoch} {step} {index}")
-            with parallel.accumulate(index), self._attempt(parallel.finish_backward):
+            self.seed(f"{phase.epoch} {step} {index}")
+            with parallel.accumulate(index), self.attempt(parallel.finish_backward):
                 phase.losses[-1][index] = self._accumulate(batch, parallel.divisor)
             phase.samples += batch.size
             phase.skipped += batch.skipped
         parallel.end_backward()
-        self._seed(f"{phase.epoch} {step} update")  # alike on all ranks
-        with self._attempt():
+        self.seed(f"{phase.epoch} {step} update")  # alike on all ranks
+        with self.attempt():
             update_weights(self.optimizer, self.scaler, self.clip_norm)
         phase.steps += 1
         parallel.after_step()
 
-    def _attempt(self, repair: Callable[[], None] = no_op) -> AbstractContextManager[None]:
+    def attempt(self, repair: Callable[[], None] = no_op) -> AbstractContextManager[None]:
+        """Return a context for a pass or an update that may raise, see `failed_steps`."""
         return failed_steps(self._phase, self.model, repair)
 
-    def _seed(self, use: str) -> None:
+    def seed(self, use: str) -> None:
+        """Seed the random numbers of one use, which the text names."""
         seed_all(derive_seed(self.config.seed, use), self.device, self._generators)
 
     @property
@@ -251,7 +251,7 @@ class Learner:
         Random numbers depend on `index`, (step, micro-batch), only.
         """
         step, micro_batch = index
-        self._seed(f"{self._phase.epoch} {step} {micro_batch}")
+        self.seed(f"{self._phase.epoch} {step} {micro_batch}")
         return self._accumulate(batch, 1.0).item()
 
     def _begin_phase(
@@ -285,8 +285,7 @@ class Learner:
 
         `on_step` is called before each batch with the numbers of completed and of all batches.
         """
-        batch_size = self.config.eval_batch_size
-        totals = self._evaluator.evaluate(split, rank, world_size, batch_size, on_step)
+        totals = evaluate(self, split, rank, world_size, on_step)
         return replace(totals, failure=describe(self._phase.failure))
 
     def add_ranks(self, part: EvalTotals) -> EvalTotals:
@@ -320,8 +319,8 @@ class Learner:
         def forward(step: int) -> None:
             for index in parallel.indices:
                 batch = next(batches)
-                self._seed(f"{epoch} recalibrate {step} {index}")
-                with parallel.forward_pass(index), self._attempt():
+                self.seed(f"{epoch} recalibrate {step} {index}")
+                with parallel.forward_pass(index), self.attempt():
                     self.task.training_loss(self.model, batch.content)
             parallel.end_forward()
 

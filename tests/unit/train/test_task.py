@@ -16,7 +16,7 @@ from raytrain_opt.config.schema import LossSection, TaskSection
 from raytrain_opt.data.base import Batch, DataInfo
 from raytrain_opt.errors import DataError, JobError, problems_of
 from raytrain_opt.results import Metric
-from raytrain_opt.train.evaluation import Evaluator
+from raytrain_opt.train.evaluation import evaluate
 from raytrain_opt.train.step_check import check_steps
 from raytrain_opt.train.task import (
     Classification,
@@ -236,12 +236,13 @@ def test_wrong_metrics_of_a_later_batch_are_refused(metrics: Any, message: str) 
     task.metrics = metrics
     info = SimpleNamespace(test_size=4, final_size=0, validation_size=0)
     data = SimpleNamespace(info=info, eval_batches=lambda *_: iter([batch]))
-    names, model = ("loss", "error"), nn.Linear(3, 1)
-    evaluator = Evaluator(
-        model, task, names, cast("Any", data), nullcontext, lambda _: None, nullcontext
-    )
+    learner: Any = SimpleNamespace(
+        model=nn.Linear(3, 1), task=task, data=data, metric_names=("loss", "error"), device="cpu",
+        config=SimpleNamespace(eval_batch_size=4), seed=lambda _: None,
+        attempt=nullcontext, autocast=nullcontext,
+    )  # fmt: skip
     with pytest.raises(DataError, match=message):
-        evaluator.evaluate("test", 0, 1, 4, lambda *_: None)
+        evaluate(learner, "test", 0, 1, lambda *_: None)
 
 
 @pytest.mark.parametrize("wrong", [{"metric": 3}, {"higher_is_better": "max"}])
