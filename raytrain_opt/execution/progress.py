@@ -68,11 +68,11 @@ class RunProgress:
         partial, rounds = self.partial_epoch, self.history.rounds_of(self.next_epoch)
         point = Point(self.next_epoch - 1, len(rounds))
         if partial.train is not None and partial.steps.lrs:
-            return point._replace(rounds=0, steps=len(partial.steps.lrs))
+            return replace(point, rounds=0, steps=len(partial.steps.lrs))
         if partial.round is None:
             return point
         steps = sum(totals.steps for totals in partial.round.totals.values())
-        return point._replace(candidates=len(partial.round.results), candidate_steps=steps)
+        return replace(point, candidates=len(partial.round.results), candidate_steps=steps)
 
     def add_samples(self, *, search: int = 0, kept: int = 0) -> RunProgress:
         return replace(

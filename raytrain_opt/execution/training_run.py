@@ -363,7 +363,7 @@ class TrainingRun:
         epoch = self.progress.next_epoch
         self.recorder.truncate_after(len(self.history.decisions), epoch - 1)
         self._lrs = [lr for e in self.recorder.read(ScheduleRecord) for lr in e.steps.lrs]
-        text = f"resumed after {checkpoint.reached}"
+        text = f"resumed after {checkpoint.text}"
         self.event_log.resume_clock(epoch, text, self.progress.partial_epoch.duration_s)
         self.length.resume(self.recorder.read(EpochRecord), self.history)
         if self._epoch.round is not None:
@@ -403,7 +403,7 @@ class TrainingRun:
         advice = "Lower learning_rate.initial or add a warm-up (learning_rate.warmup)."
         if self.job.learning_rate.searches_first:
             advice = "Give a lower rate: learning_rate.policy: schedule, with initial and warmup."
-        kept = f"the last checkpoint is after {latest.reached}" if latest else "no checkpoint yet"
+        kept = f"the last checkpoint is after {latest.text}" if latest else "no checkpoint yet"
         raise DivergedError(
             f"epoch {epoch}: the {split} loss is {loss} at learning rates "
             f"{min(lrs, default=0):.4g} to {max(lrs, default=0):.4g}"

@@ -152,7 +152,7 @@ def how_to_resume(paths: RunPaths, job: Job, options: str = "") -> str:
     if not (checkpoints := read_index(paths.checkpoints)):
         return f"no checkpoint was saved yet in {paths.shown}"
     run_dir = paths.shown if paths.is_published else str(paths.local)
-    reached = checkpoints[-1].reached
+    reached = checkpoints[-1].text
     return f"saved through {reached}; resume with: {resume_command(run_dir, job, options)}"
 
 

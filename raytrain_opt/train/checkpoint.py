@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import MinLen
 from pydantic import TypeAdapter, ValidationError
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 WEIGHTS, _REST = "weights.safetensors", "rest.pt"
 
 
-class Point(NamedTuple):
+@dataclass(frozen=True)
+class Point:
     """A point in a run: complete epochs, and rounds or steps of the next epoch."""
 
     epoch: int
@@ -49,7 +50,7 @@ class Point(NamedTuple):
 
     @property
     def folder(self) -> str:
-        """Name of the folder of its checkpoint."""
+        """Name of the folder of its checkpoint; not read from the index: it might be any path."""
         in_round = self.candidates or self.candidate_steps
         parts = (
             ("step", 6, self.steps, self.steps),
@@ -59,6 +60,10 @@ class Point(NamedTuple):
         )
         shown = [f"-{name}-{value:0{digits}d}" for name, digits, value, is_in in parts if is_in]
         return "".join([f"epoch-{self.epoch:04d}", *shown])
+
+    @property
+    def is_partial(self) -> bool:
+        return any((self.rounds, self.steps, self.candidates, self.candidate_steps))
 
     @property
     def text(self) -> str:
@@ -74,35 +79,12 @@ class Point(NamedTuple):
         return f"round {self.rounds} of {epoch}" if self.rounds else f"epoch {self.epoch}"
 
 
-@dataclass(frozen=True)
-class Checkpoint:
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint(Point):
     """One entry of the index: its point in the run, and its files."""
 
-    epoch: int
     score: float | None  # on the test split, higher is better
     sha256: dict[str, str]  # by file name, hexadecimal
-    rounds: int = 0
-    steps: int = 0
-    candidates: int = 0
-    candidate_steps: int = 0
-
-    @property
-    def point(self) -> Point:
-        return Point(self.epoch, self.rounds, self.steps, self.candidates, self.candidate_steps)
-
-    @property
-    def folder(self) -> str:
-        """Name of its folder; not read from the index, which might name any path."""
-        return self.point.folder
-
-    @property
-    def is_partial(self) -> bool:
-        return any(self.point[1:])
-
-    @property
-    def reached(self) -> str:
-        """Its point in the run, as text."""
-        return self.point.text
 
 
 @dataclass(frozen=True)
@@ -135,7 +117,7 @@ class Checkpoints:
         while self.saved and (damage := find_damage(self.folder, self.saved[-1])):
             checkpoint = self.saved.pop()
             self._damaged_folders.add(checkpoint.folder)
-            messages.append(f"the checkpoint after {checkpoint.reached} is damaged: {damage}")
+            messages.append(f"the checkpoint after {checkpoint.text} is damaged: {damage}")
         if messages and not self.saved:
             raise CheckpointError(
                 "all checkpoints of this run are damaged:\n  "
@@ -167,7 +149,7 @@ class Checkpoints:
         """
         folder = self.folder / point.folder
         sha256 = write_checkpoint(folder, state, progress, self.metadata, candidates or {})
-        checkpoint = Checkpoint(score=score, sha256=sha256, **point._asdict())
+        checkpoint = Checkpoint(score=score, sha256=sha256, **vars(point))
         kept = self._select_kept([*self.saved, checkpoint])
         entries = [{"folder": c.folder, **vars(c)} for c in kept]
         write_json(self.folder / "index.json", {"checkpoints": entries})

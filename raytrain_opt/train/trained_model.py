@@ -84,7 +84,7 @@ def find_weights(run: str | Path, argument: str) -> SavedWeights:
     notes = tuple(f"{damage}; the one before is used" for damage in checkpoints.drop_damaged())
     if (latest := checkpoints.latest) is None:
         raise JobError([Problem(argument, "has no checkpoint yet", repr(str(run)))], "arguments")
-    return SavedWeights(paths.checkpoints / latest.folder, latest.reached, paths.job, notes)
+    return SavedWeights(paths.checkpoints / latest.folder, latest.text, paths.job, notes)
 
 
 def _find_single(path: Path, argument: str) -> SavedWeights | None:

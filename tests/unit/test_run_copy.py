@@ -20,7 +20,7 @@ from raytrain_opt import run_copy, storage
 from raytrain_opt.errors import JobError, StorageError, TakenOverError
 from raytrain_opt.paths import RunPaths, check_run
 from raytrain_opt.storage import append_lines, open_store, remove_tree, write_json, write_text
-from raytrain_opt.train.checkpoint import Checkpoint
+from raytrain_opt.train.checkpoint import Point
 from tests.support.s3_server import Fault, Request, S3Server, cut, delay, refuse
 
 
@@ -298,7 +298,7 @@ write_json(changed.result, {{}})
 
 def test_only_what_the_index_names_is_fetched(run: RunPaths, s3: S3Server) -> None:
     """A checkpoint that it does not name, left by a killed run, is removed with the next copy."""
-    latest = Checkpoint(2, None, {}, rounds=1, candidates=3).folder
+    latest = Point(2, rounds=1, candidates=3).folder
     wanted = {"job.yaml", "epochs.jsonl", f"checkpoints/{latest}/weights.safetensors"}
     orphan = "checkpoints/epoch-0003/weights.safetensors"
     others = {"ray/state", f"checkpoints/{latest}/notes", "checkpoints/core", ".a"}

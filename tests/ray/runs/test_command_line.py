@@ -74,7 +74,7 @@ def test_a_killed_terminated_and_resumed_run_equals_an_uninterrupted_one(
         run_dir = _wait_for(process, tmp_path, lambda latest: latest.epoch == 0 < latest.steps)
         process.kill()
         process.wait(60)
-    saved = read_index(run_dir / "checkpoints")[-1].reached
+    saved = read_index(run_dir / "checkpoints")[-1].text
     # At once, while Ray's own agents are still ending.
     with start("terminated", 3, *arguments, action="wait") as process:
         assert _wait_for(process, tmp_path, lambda c: (c.rounds, c.epoch) == (1, 2)) == run_dir

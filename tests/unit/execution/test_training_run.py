@@ -384,7 +384,7 @@ def test_a_notice_that_a_node_will_be_taken_away_saves_the_next_segment(
     monkeypatch.setattr(in_process, "_REPORT_EVERY_S", 0.0)
     monkeypatch.setattr(protocol, "_SEGMENT_S", 0.0)  # a step is a segment
     job = tiny_job(tmp_path, **JOBS["schedule"] | {"epochs": 1}, checkpoint={"every": "1h"})
-    saved = list[tuple[int, ...]]()
+    saved = list[Point]()
     with redirect_stdout(io.StringIO()), open_run(job, in_process=True) as run:
         save, show, steps = run.checkpoints.save, run.pools.workers.on_wait, itertools.count(1)
         assert show is not None
@@ -402,7 +402,7 @@ def test_a_notice_that_a_node_will_be_taken_away_saves_the_next_segment(
         train(run)
         assert not run.stop.saves
     within, end = saved
-    assert (within[0], 0 < within[2] < 10, end) == (0, True, Point(1))
+    assert (within.epoch, 0 < within.steps < 10, end) == (0, True, Point(1))
 
 
 @pytest.mark.parametrize("search_on", ["workers", "slots"])
@@ -485,7 +485,7 @@ def outcome(folder: Path) -> dict[str, Any]:
         for name in ("duration_s", "end_s", "samples_per_s", "timings_s"):
             del line[name]
     return {
-        "checkpoint": latest.reached,
+        "checkpoint": latest.text,
         "state": state.digest(),
         "samples": (progress.search_samples, progress.kept_samples),
         "rounds": without_times(rounds),

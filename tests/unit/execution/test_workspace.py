@@ -124,7 +124,7 @@ def test_damaged_checkpoints_are_named_and_the_one_before_is_used(
     with workspace_of(small_job(run_dir.parent), str(run_dir)) as workspace:
         latest = workspace.checkpoints.latest
     assert latest is not None
-    assert latest.reached == "epoch 1"
+    assert latest.text == "epoch 1"
     output = capsys.readouterr().out
     assert f"resuming {run_dir}" in output
     assert "the checkpoint after round 1 of epoch 3 is damaged" in output

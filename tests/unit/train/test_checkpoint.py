@@ -75,7 +75,7 @@ def test_the_states_of_candidates_are_read_back_bit_by_bit(tmp_path: Path) -> No
     point = Point(3, rounds=1, candidates=2, candidate_steps=12)
     saved = open_checkpoints(tmp_path).save(point, trained(), PROGRESS, None, candidates)
     assert saved.folder == "epoch-0003-round-01-candidate-02-step-000012"
-    assert saved.reached == "12 steps from candidate 3 of round 2 of epoch 4"
+    assert saved.text == "12 steps from candidate 3 of round 2 of epoch 4"
     assert read_index(tmp_path) == [saved]
     back = read_candidates(tmp_path / saved.folder)
     digests = {index: state.digest() for index, state in back.items()}
@@ -176,7 +176,7 @@ def test_checkpoints_within_epochs_do_not_count_as_kept_ones(tmp_path: Path) -> 
     checkpoints.save(Point(6), state, {}, 0.1)
     for epoch in (6, 7, 8):
         checkpoints.save(Point(epoch, rounds=1), state, {}, None)
-    assert [checkpoint.reached for checkpoint in checkpoints.saved] == [
+    assert [checkpoint.text for checkpoint in checkpoints.saved] == [
         "epoch 3",
         "epoch 6",
         "round 1 of epoch 9",
