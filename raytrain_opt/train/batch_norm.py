@@ -25,9 +25,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from raytrain_opt.results import BufferUpdates
 from raytrain_opt.train.tree_sum import TreeSum
 
-# Integers are sent as two halves of this many bits: float64 has both exactly.
-_HALF = 32
-
 
 def set_momentum(model: nn.Module, momentum: float | None) -> None:
     """Set the weight of a new batch in the running averages; None: leave the model's."""
@@ -128,17 +125,13 @@ def _packed_size(buffer: Tensor) -> int:
 
 
 def _pack(buffers: Sequence[Tensor], *, is_first: bool) -> Tensor:
-    """Return one tensor, float64; integers as 0 unless `is_first`."""
+    """Return one tensor, float64; integers as pairs of int32, as 0 unless `is_first`."""
     parts = []
     for buffer in buffers:
-        if buffer.is_floating_point():
-            parts.append(buffer.reshape(-1).double())
-        elif is_first:
-            whole = buffer.reshape(-1).long()
-            halves = whole >> _HALF, whole & (2**_HALF - 1)
-            parts += [half.double() for half in halves]
-        else:
-            parts.append(buffer.new_zeros(_packed_size(buffer), dtype=torch.float64))
+        part = buffer.reshape(-1)
+        if not buffer.is_floating_point():
+            part = part.long().contiguous().view(torch.int32) * is_first
+        parts.append(part.double())
     return torch.cat(parts)
 
 
@@ -147,8 +140,7 @@ def _unpack(total: Tensor, like: Sequence[Tensor], count: int) -> Iterator[Tenso
         if buffer.is_floating_point():
             value = part / count
         else:
-            high, low = part.long().chunk(2)
-            value = (high << _HALF) | low
+            value = part.to(torch.int32).view(torch.int64)
         yield value.view(buffer.shape).to(buffer.dtype)
 
 
