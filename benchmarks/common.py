@@ -66,7 +66,7 @@ def run_digest(run_dir: str, records: Sequence[str]) -> str:
     from raytrain_opt.train.checkpoint import read_checkpoint, read_index
 
     folder = RunPaths.existing(run_dir, write=False).checkpoints
-    state, _ = read_checkpoint(folder / read_index(folder)[-1].folder)
+    state, *_ = read_checkpoint(folder / read_index(folder)[-1].folder)
     digest = hashlib.sha256(f"{state.digest()} {replace(state, tensors={})}".encode())
     for name in records:
         text = (storage.read(run_dir, name) or b"").decode()

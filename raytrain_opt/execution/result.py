@@ -150,7 +150,7 @@ def evaluate_best(run: TrainingRun) -> dict[str, float]:
     if damage := find_damage(checkpoints, best):
         run.event_log.log("lost", best.epoch, f"the third set is not measured: {damage}")
         return {}
-    state, _ = read_checkpoint(checkpoints / best.folder)
+    state, *_ = read_checkpoint(checkpoints / best.folder)
     return run.score(run.pools.states.put(f"best {best.folder}", state), "final").means
 
 

@@ -40,7 +40,7 @@ from raytrain_opt.search.policy import (
     TryCandidates,
     is_finite,
 )
-from raytrain_opt.train.checkpoint import Checkpoint, read_candidates, read_checkpoint
+from raytrain_opt.train.checkpoint import Checkpoint, read_checkpoint
 from raytrain_opt.train.pretrained import start_from_pretrained
 from raytrain_opt.train.state import TrainingState
 
@@ -357,7 +357,7 @@ class TrainingRun:
 
     def _resume_from(self, checkpoint: Checkpoint) -> StateRef:
         folder = self.paths.checkpoints / checkpoint.folder
-        state, progress = read_checkpoint(folder)
+        state, progress, candidates = read_checkpoint(folder)
         self.progress = replace(RunProgress.from_json(progress), job=job_fields(self.job))
         self._epoch = EpochMetrics.resumed(self.progress.partial_epoch)
         epoch = self.progress.next_epoch
@@ -367,8 +367,8 @@ class TrainingRun:
         self.event_log.resume_clock(epoch, text, self.progress.partial_epoch.duration_s)
         self.length.resume(self.recorder.read(EpochRecord), self.history)
         if self._epoch.round is not None:
-            put, states = self.pools.states.put, read_candidates(folder)
-            refs = {i: put(f"candidate {i}, resumed", state) for i, state in states.items()}
+            put = self.pools.states.put
+            refs = {i: put(f"candidate {i}, resumed", one) for i, one in candidates.items()}
             self._epoch.round = replace(self._epoch.round, states=refs)
         return self.pools.states.put(checkpoint.folder, state)
 

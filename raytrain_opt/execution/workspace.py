@@ -136,7 +136,7 @@ def _check_latest(
 ) -> None:
     """Look at all that a resume reads: one that is refused has changed nothing."""
     if checkpoints.latest is not None:
-        _, plain = read_checkpoint(checkpoints.folder / checkpoints.latest.folder)
+        _, plain, _ = read_checkpoint(checkpoints.folder / checkpoints.latest.folder)
         progress = RunProgress.from_json(plain)
         if info is not None and progress.data is not None:
             progress.data.require_same(info)

@@ -295,17 +295,20 @@ def read_metadata(folder: Path) -> dict[str, str]:
         return file.metadata() or {}
 
 
-def read_checkpoint(folder: Path) -> tuple[TrainingState, dict[str, Any]]:
-    """Read state and progress, without executing code in them. Raises CheckpointError."""
+def read_checkpoint(
+    folder: Path,
+) -> tuple[TrainingState, dict[str, Any], dict[int, TrainingState]]:
+    """Read state, progress, and states of candidates of a round in progress, by index.
+
+    Executes no code in them. Raises CheckpointError.
+    """
+    import torch
+
     weights = read_weights(folder)
-    with _readable_rest(folder) as rest:
-        return _to_state(weights, rest), rest["progress"]
-
-
-def read_candidates(folder: Path) -> dict[int, TrainingState]:
-    """Read the states of candidates of a round that was in progress. Raises CheckpointError."""
-    with _readable_rest(folder) as rest:
-        return {index: _to_state(one["weights"], one) for index, one in rest["candidates"].items()}
+    with _readable(folder / _REST) as path:
+        rest = torch.load(path, weights_only=True)
+        candidates = {i: _to_state(one["weights"], one) for i, one in rest["candidates"].items()}
+        return _to_state(weights, rest), rest["progress"], candidates
 
 
 def read_index(folder: Path) -> list[Checkpoint]:
@@ -333,12 +336,3 @@ def _readable(file: Path) -> Iterator[Path]:
             f"{file} is damaged, or was not written by this package; no code in it was run: "
             f"{type(error).__name__}: {error}"
         ) from error
-
-
-@contextmanager
-def _readable_rest(folder: Path) -> Iterator[dict[str, Any]]:
-    """Read all but the weights; raise as `_readable` what its use raises."""
-    import torch
-
-    with _readable(folder / _REST) as path:
-        yield torch.load(path, weights_only=True)

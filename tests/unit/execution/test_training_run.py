@@ -473,7 +473,7 @@ def outcome(folder: Path) -> dict[str, Any]:
     paths = paths_of(folder)
     latest = Checkpoints(paths.checkpoints, small_job(paths.local).checkpoint).latest
     assert latest is not None
-    state, plain = read_checkpoint(paths.checkpoints / latest.folder)
+    state, plain, _ = read_checkpoint(paths.checkpoints / latest.folder)
     progress = RunProgress.from_json(plain)
     rounds = (
         read_lines(str(paths.local), "rounds") if (paths.local / "rounds.jsonl").exists() else []

@@ -16,13 +16,7 @@ from raytrain_opt.config.schema import CheckpointSection
 from raytrain_opt.errors import JobError, StorageError
 from raytrain_opt.storage import remove_tree
 from raytrain_opt.train import checkpoint as checkpoint_module
-from raytrain_opt.train.checkpoint import (
-    Checkpoints,
-    Point,
-    read_candidates,
-    read_checkpoint,
-    read_index,
-)
+from raytrain_opt.train.checkpoint import Checkpoints, Point, read_checkpoint, read_index
 from raytrain_opt.train.state import TrainingState, capture, model_tensors
 from tests.support.full_disk import limit_file_size
 
@@ -61,7 +55,7 @@ def save_all(checkpoints: Checkpoints, accuracies: list[float | None]) -> None:
 def test_a_checkpoint_is_read_back_bit_by_bit(tmp_path: Path, optimizer: str) -> None:
     state = trained(optimizer=optimizer)
     saved = open_checkpoints(tmp_path).save(Point(3), state, PROGRESS, 0.5)
-    back, progress = read_checkpoint(tmp_path / saved.folder)
+    back, progress, _ = read_checkpoint(tmp_path / saved.folder)
     assert progress == PROGRESS
     assert replace(back, tensors={}) == replace(state, tensors={})
     # Weights come back in plain order, whatever the order in memory was.
@@ -77,7 +71,7 @@ def test_the_states_of_candidates_are_read_back_bit_by_bit(tmp_path: Path) -> No
     assert saved.folder == "epoch-0003-round-01-candidate-02-step-000012"
     assert saved.text == "12 steps from candidate 3 of round 2 of epoch 4"
     assert read_index(tmp_path) == [saved]
-    back = read_candidates(tmp_path / saved.folder)
+    *_, back = read_checkpoint(tmp_path / saved.folder)
     digests = {index: state.digest() for index, state in back.items()}
     assert digests == {index: state.digest() for index, state in candidates.items()}
 
