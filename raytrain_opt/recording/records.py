@@ -74,10 +74,13 @@ class CandidateRecord(RecordPart):
     )
 
     @classmethod
-    def from_result(cls, result: CandidateResult, score: float, optimizer: str) -> CandidateRecord:
+    def from_result(
+        cls, result: CandidateResult, action: TryCandidates, optimizers: Sequence[str]
+    ) -> CandidateRecord:
         """Return the record of one candidate's result."""
-        values = {"optimizer": optimizer, "score": score}
-        return cls.from_values(vars(result.candidate) | vars(result) | values)
+        candidate, score = result.candidate, action.score_of(result)
+        values = {"optimizer": optimizers[candidate.optimizer], "score": score}
+        return cls.from_values(vars(candidate) | vars(result) | values)
 
 
 class RoundRecord(Record):
@@ -131,10 +134,7 @@ class RoundRecord(Record):
             pretrain_steps=action.pretrain_steps,
             kept_steps=action.kept_steps,
             search_on=search_on,
-            candidates=tuple(
-                CandidateRecord.from_result(result, score, optimizers[result.candidate.optimizer])
-                for result, score in zip(results, decision.scores, strict=True)
-            ),
+            candidates=tuple(CandidateRecord.from_result(r, action, optimizers) for r in results),
             metric=next((r.metric for r in results if r.status != "lost"), Metric()),
             winner=None if decision.winner is None else decision.winner.candidate.index,
             reason=decision.reason,

@@ -41,7 +41,6 @@ class TryCandidates:
 
     epoch: int
     base_lr: float
-    reason: str
     candidates: tuple[Candidate, ...]
     lr_shape: tuple[float, ...]  # step i of a candidate has lr_shape[i] times its rate
     score: Literal["val_metric", "val_loss"] = "val_loss"
@@ -144,7 +143,6 @@ class Decision:
 
     epoch: int
     base_lr: float
-    scores: tuple[float, ...]
     winner: CandidateResult | None  # perhaps of an earlier round; None: another has to follow
     next_base_lr: float
     reason: str

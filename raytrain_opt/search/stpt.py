@@ -81,9 +81,8 @@ class Stpt(Policy):
         candidates = tuple(
             Candidate(i, factor, base_lr * factor) for i, factor in enumerate(multipliers)
         )
-        reason = f"pre-train {len(candidates)} candidates for {alpha} iterations"
         return TryCandidates(
-            epoch, base_lr, reason, candidates, (1.0,) * alpha, "val_metric", keeps_winner=True
+            epoch, base_lr, candidates, (1.0,) * alpha, "val_metric", keeps_winner=True
         )
 
     def _train_warmup(self, epoch: int) -> TrainEpoch:
@@ -102,10 +101,10 @@ class Stpt(Policy):
         if not any(is_finite(score) for score in scores):
             reason = f"all {len(results)} candidates diverged: base rate halved"
             lr, tried = action.base_lr, tuple(results)
-            return Decision(action.epoch, lr, scores, None, lr / 2, reason, tried=tried)
+            return Decision(action.epoch, lr, None, lr / 2, reason, tried=tried)
         winner, tied = action.best(results), scores.count(max(scores))
         reason = f"best validation {winner.metric.name} of {len(results)}"
         if tied > 1:
             reason += f"; {tied} tied, multiplier closest to 1.0 taken"
         lr = winner.candidate.lr
-        return Decision(action.epoch, action.base_lr, scores, winner, lr, reason)
+        return Decision(action.epoch, action.base_lr, winner, lr, reason)

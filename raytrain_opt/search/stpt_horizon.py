@@ -195,9 +195,8 @@ class HorizonStpt(Policy):
         self, action: TryCandidates, results: Sequence[CandidateResult], history: History
     ) -> Decision:
         """Decide on the peak: the weighted mean of all rates that reduce the loss."""
-        lr, scores = action.base_lr, tuple(map(action.score_of, results))
-        reason, tried = "all candidates diverged", tuple(results)
-        undecided = Decision(action.epoch, lr, scores, None, lr, reason, tried)
+        lr, tried = action.base_lr, tuple(results)
+        undecided = Decision(action.epoch, lr, None, lr, "all candidates diverged", tried)
         try:
             following = self._following(history.after_round(undecided))
         except DivergedError:  # which `next` raises, once this round is recorded
@@ -240,7 +239,6 @@ class HorizonStpt(Policy):
         return TryCandidates(
             1,
             base_lr,
-            f"{self._shown_name(optimizer)}{request.stage}: {request.reason}",
             candidates,
             self.schedule(optimizer).compressed(request.steps),
             stage=request.stage,

@@ -91,7 +91,7 @@ def one_round(trainer: Slot | Worker, states: CountedStates, _job: Job) -> dict[
     """Train a round of policy stpt and take over the state of the second candidate."""
     start = states.put("start", trainer.learner.state(copy=True))
     candidates = tuple(Candidate(i, 1.0, lr) for i, lr in enumerate(LRS))
-    plan = TryCandidates(1, 0.1, "", candidates, (1.0,) * STEPS, keeps_winner=True)
+    plan = TryCandidates(1, 0.1, candidates, (1.0,) * STEPS, keeps_winner=True)
     results = train_round(trainer, start, plan)
     send = SendCandidateState(Pretrain(start, plan, {}), candidates[1], 0)
     sent = trainer.handle(send, ignore)

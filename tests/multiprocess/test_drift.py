@@ -205,7 +205,7 @@ def try_candidates(world_size: int) -> dict[str, Any]:
     worker = Worker(learner, rank(), world_size, states)
     start = states.put("start", learner.state(copy=True))
     candidates = tuple(Candidate(i, 1.0, lr) for i, lr in enumerate((0.01, 0.02, 0.01)))
-    plan = TryCandidates(1, 0.01, "", candidates, (1.0,) * STEPS)
+    plan = TryCandidates(1, 0.01, candidates, (1.0,) * STEPS)
     outcomes: dict[Any, Any] = {}
     for place, RaisingTask.failed_pass in PLACES:
         number = iter(range(len(candidates) * STEPS))
@@ -227,7 +227,7 @@ def raise_always(world_size: int) -> str:
     states = InProcessStates()
     worker = Worker(learner, rank(), world_size, states)
     start = states.put("start", learner.state(copy=True))
-    plan = TryCandidates(1, 0.01, "", (Candidate(0, 1.0, 0.01),), (1.0,) * STEPS)
+    plan = TryCandidates(1, 0.01, (Candidate(0, 1.0, 0.01),), (1.0,) * STEPS)
     RaisingTask.place = "evaluation"
     try:
         train_round(worker, start, plan)

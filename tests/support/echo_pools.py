@@ -56,7 +56,7 @@ class EchoPools:
 
     def pretrain(self, epoch: int) -> Pretrain:
         candidate = Candidate(0, 1.0, 0.1)
-        plan = TryCandidates(epoch, 0.1, "", (candidate,), (1.0,))
+        plan = TryCandidates(epoch, 0.1, (candidate,), (1.0,))
         return Pretrain(self.start, plan, {0: candidate})
 
     def send_candidate_state(self, epoch: int) -> SendCandidateState:

@@ -86,10 +86,10 @@ def test_the_optimizer_that_a_round_chose_is_measured(timed: TrainingLength) -> 
         return Pace(STEPS_S[optimizer], OTHER_S)
 
     history = timed.plan(History(), measure)
-    undecided = Decision(1, 0.1, (), None, 0.1, "")
+    undecided = Decision(1, 0.1, None, 0.1, "")
     history = timed.plan(history.after_round(undecided), measure)
     history = timed.plan(
-        history.after_round(Decision(1, 0.1, (), None, 0.1, "", next_optimizer=1)), measure
+        history.after_round(Decision(1, 0.1, None, 0.1, "", next_optimizer=1)), measure
     )
     timed.plan(history, measure)
     assert measured == [0, 1]
@@ -105,7 +105,7 @@ def test_a_resumed_run_measures_the_optimizer_that_was_chosen(timed: TrainingLen
         measured.append(optimizer)
         return Pace(0.01, OTHER_S)
 
-    history = History().after_round(Decision(1, 0.1, (), None, 0.1, "", next_optimizer=1))
+    history = History().after_round(Decision(1, 0.1, None, 0.1, "", next_optimizer=1))
     timed.plan(history, measure)
     assert measured == [1]
 

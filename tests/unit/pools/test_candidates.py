@@ -100,7 +100,7 @@ def make(kind: str) -> tuple[Slot | Worker, FakeLearner, InProcessStates]:
 
 def a_round(states: InProcessStates, *lrs: float, keeps_winner: bool = True) -> Pretrain:
     candidates = tuple(Candidate(i, 1.0, lr) for i, lr in enumerate(lrs))
-    plan = TryCandidates(1, 1.0, "", candidates, (1.0, 1.0), keeps_winner=keeps_winner)
+    plan = TryCandidates(1, 1.0, candidates, (1.0, 1.0), keeps_winner=keeps_winner)
     start: Any = FakeState(9.0)
     return Pretrain(states.put("start", start), plan, {0: candidates[0]})
 

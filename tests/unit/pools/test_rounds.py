@@ -49,7 +49,7 @@ class CountingSlots:
 
 def a_round(candidates: int) -> RoundProgress:
     all_of_them = tuple(Candidate(i, 1.0, 0.1 * (i + 1)) for i in range(candidates))
-    return RoundProgress(TryCandidates(1, 0.1, "", all_of_them, (1.0,) * STEPS))
+    return RoundProgress(TryCandidates(1, 0.1, all_of_them, (1.0,) * STEPS))
 
 
 @pytest.mark.parametrize(("slots", "candidates"), [(4, 5), (4, 1), (1, 3), (2, 2)])

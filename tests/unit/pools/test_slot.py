@@ -47,7 +47,7 @@ def test_a_local_candidate_trains_one_micro_batch_at_the_rate_that_belongs_to_it
 
     slot = Slot(open_learner(tmp_path), 0, states, candidate_batch)
     candidate = Candidate(0, 1.0, LR)
-    plan = TryCandidates(1, LR, "", (candidate,), (1.0,) * STEPS, keeps_winner=True)
+    plan = TryCandidates(1, LR, (candidate,), (1.0,) * STEPS, keeps_winner=True)
     (result,) = train_round(slot, start, plan)
     ref = slot.handle(SendCandidateState(Pretrain(start, plan, {}), candidate, 0), ignore)
 
@@ -62,7 +62,7 @@ def test_a_winner_that_another_slot_trains_again_reports_its_progress(tmp_path: 
     slot = Slot(open_learner(tmp_path), 1, states, None)
     start = states.put("start", slot.learner.state(copy=True))
     candidate = Candidate(0, 1.0, LR)
-    plan = TryCandidates(1, LR, "", (candidate,), (1.0,) * STEPS, keeps_winner=True)
+    plan = TryCandidates(1, LR, (candidate,), (1.0,) * STEPS, keeps_winner=True)
     command = SendCandidateState(Pretrain(start, plan, {}), candidate, 1)
     slot.handle(command, lambda done, total: progress.append((done, total)))
     assert progress == [(done, STEPS) for done in range(STEPS)]

@@ -71,7 +71,7 @@ def stored(objects: Objects, number: int) -> StateRef:
 
 
 def pretrain(ref: StateRef) -> Pretrain:
-    action = TryCandidates(1, 0.1, "", (CANDIDATE,), (1.0, 1.0), keeps_winner=True)
+    action = TryCandidates(1, 0.1, (CANDIDATE,), (1.0, 1.0), keeps_winner=True)
     return Pretrain(ref, action, {0: CANDIDATE})
 
 

@@ -24,7 +24,7 @@ from raytrain_opt.search.stpt_horizon import HorizonStpt, TaskFacts
 
 EPOCHS = 20
 WINNER = CandidateResult(Candidate(0, 1.0, 0.1), "ok", 0.5, 2.1, 2.1, 8, 1.1, 0, 8)
-SEARCHED = History((Decision(1, 0.1, (), WINNER, 0.1, "", untrained_loss=2.4),))
+SEARCHED = History((Decision(1, 0.1, WINNER, 0.1, "", untrained_loss=2.4),))
 
 
 def train(history: History, *losses: float) -> Attempt:

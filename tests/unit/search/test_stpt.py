@@ -185,7 +185,7 @@ def test_the_highest_score_wins_and_its_rate_is_the_next_base_rate() -> None:
     decision = decide(policy, [0.6, 0.7, 0.8])
     assert decision.winner is not None
     assert decision.winner.candidate == Candidate(2, 0.5, 0.2)
-    assert decision.scores == (0.6, 0.7, 0.8)
+    assert next_round(policy).score_of(decision.winner) == 0.8
     assert (decision.base_lr, decision.next_base_lr) == (0.4, 0.2)
     assert "validation accuracy" in decision.reason
 
@@ -236,7 +236,7 @@ def test_a_diverged_candidate_never_wins() -> None:
     decision = policy.decide(
         action, [diverged, result(action.candidates[1], val_metric=0.0)], EMPTY
     )
-    assert decision.scores[0] == float("-inf")
+    assert action.score_of(diverged) == float("-inf")
     assert decision.winner is not None
     assert decision.winner.candidate.index == 1
 

@@ -387,8 +387,8 @@ def test_diverging_rates_are_neither_chosen_nor_tried_in_the_fine_stage() -> Non
 
 def test_when_all_diverge_lower_rates_are_tried() -> None:
     training = trained(horizon(initial=1e4), Surface(0.1, diverges_from=0.5))
-    diverged = training.histories[0].decisions[0]
-    assert (diverged.winner, set(diverged.scores)) == (None, {-math.inf})
+    action, diverged = training.rounds[0], training.histories[0].decisions[0]
+    assert (diverged.winner, {*map(action.score_of, diverged.tried)}) == (None, {-math.inf})
     assert 0.05 < training.peak < 0.5
 
 

@@ -32,7 +32,7 @@ def result(lr: float, loss: float) -> CandidateResult:
 
 
 WINNER = result(0.1, 1.5)
-SEARCHED = History((Decision(1, 0.1, (), WINNER, 0.1, "", untrained_loss=2.0),))
+SEARCHED = History((Decision(1, 0.1, WINNER, 0.1, "", untrained_loss=2.0),))
 
 
 @pytest.mark.parametrize(
