@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from raytrain_opt.config.updates import ParallelSection
 from raytrain_opt.errors import JobError, Problem, listed
@@ -51,8 +50,8 @@ class Parallel:
         self._buffers = StepBuffers(model)
         self.begin_phase(MicroBatches.all(1))
 
-    def begin_phase(self, micro_batches: MicroBatches, search: bool = False) -> None:
-        """Begin a phase; in a `search` a micro-batch may raise."""
+    def begin_phase(self, micro_batches: MicroBatches) -> None:
+        """Begin a phase."""
         self._begin_phase(micro_batches.indices, micro_batches)
 
     def _begin_phase(self, share: range, micro_batches: MicroBatches) -> None:
@@ -116,22 +115,13 @@ class DataParallel(Parallel):
     def __init__(self, model: nn.Module, section: ParallelSection) -> None:
         self._section = section
         self._device = next(model.parameters()).device
-        # In a search: of the parameters whose gradients the current micro-batch has computed.
-        self._accumulated: set[nn.Parameter] = set()
-        self._hooks: list[RemovableHandle] = []
         needs_all = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
         self._balance = LoadBalance(self._device, equal=needs_all)
         self._sender = _SideStream(self._device) if self._device.type == "cuda" else _Thread()
         super().__init__(model, section)
         self.forward = self._wrap()
 
-    def begin_phase(self, micro_batches: MicroBatches, search: bool = False) -> None:
-        while self._hooks:
-            self._hooks.pop().remove()
-        if search:
-            note = self._accumulated.add
-            trained: list[Any] = [p for p in self._model.parameters() if p.requires_grad]
-            self._hooks = [p.register_post_accumulate_grad_hook(note) for p in trained]
+    def begin_phase(self, micro_batches: MicroBatches) -> None:
         count = len(micro_batches.indices)
         # A group of one has one share, also before there are as many micro-batches as workers.
         self._balance.share(max(count, dist.get_world_size()))
@@ -143,7 +133,6 @@ class DataParallel(Parallel):
     @contextmanager
     def accumulate(self, number: int) -> Iterator[None]:
         self._last = number == self.indices[-1]
-        self._accumulated.clear()
         with self.forward_pass(number), nullcontext() if self._last else self.forward.no_sync():
             yield
         if not self._last:
@@ -152,14 +141,15 @@ class DataParallel(Parallel):
     def finish_backward(self) -> None:
         if not self._last:
             return  # the other ranks wait for no gradients yet
-        if not self._accumulated:  # DDP expects gradients after a forward pass only
+        # A micro-batch begins without gradients: by `zero_grad` or `_take_gradients`.
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        missing = [p for p in trained if p.grad is None]
+        if len(missing) == len(trained):  # DDP expects gradients after a forward pass only
             self.forward.module = nn.Identity()
             try:
                 self.forward(torch.zeros((), device=self._device))
             finally:
                 self.forward.module = self._model
-        trained = [p for p in self._model.parameters() if p.requires_grad]
-        missing = [p for p in trained if p not in self._accumulated]
         torch.autograd.backward(missing, [torch.zeros_like(p) for p in missing])
 
     def end_backward(self) -> None:

@@ -150,7 +150,7 @@ class Learner:
         decays = [steps.weight_decay_factor * decay for decay in self._weight_decays]
         set_weight_decays(self.optimizer, decays)
         self._use_training_mode()
-        self.parallel.begin_phase(grown, search)
+        self.parallel.begin_phase(grown)
         self._steps = steps
         indices = product(range(steps.first, steps.end), self.parallel.indices)
         self._batches = self.micro_batches_at(indices)

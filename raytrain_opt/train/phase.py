@@ -122,7 +122,7 @@ def failed_steps(
         may_fail = phase.search or _is_ruined(model, error)
         if not (may_fail and _is_failed_step(error)):
             raise
-        if phase.in_backward and not phase.search:  # how far it came is not known (`DataParallel`)
+        if phase.in_backward and not phase.search:  # it is ruined, and need not go on
             text = f"epoch {phase.epoch}: a backward pass with values that are not finite raised "
             raise DivergedError(f"{text}{describe(error)}. Lower learning_rate.initial") from error
         phase.failure = phase.failure or error
