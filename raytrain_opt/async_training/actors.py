@@ -9,6 +9,7 @@ driver repeats it.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,7 +22,6 @@ from raytrain_opt.cluster.connection import alive_nodes, on_driver_node
 from raytrain_opt.data.base import DataInfo
 from raytrain_opt.pools.mailbox import Signal
 from raytrain_opt.pools.programs import ResidentConfig, SynchronousProgram
-from raytrain_opt.recording.records import StalenessRecord
 from raytrain_opt.results import TrainTotals
 from raytrain_opt.threads import compute_threads
 from raytrain_opt.train.learner_config import LearnerConfig
@@ -105,7 +105,7 @@ class SspCoordinator:
             scheduler.end_early()
             self._changed.notify()
 
-    async def result(self) -> tuple[bool, TrainTotals, StalenessRecord] | None:
+    async def result(self) -> tuple[bool, TrainTotals, Counter[int]] | None:
         """Return whether the phase is finished, its sums and the staleness; None if aborted."""
         if (scheduler := self._scheduler) is None:
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +22,6 @@ from raytrain_opt.errors import PoolError
 from raytrain_opt.pools.commands import Evaluate, MainTrain, Progress, StateRef
 from raytrain_opt.pools.protocol import IsDue, TrainingOutcome, slowest
 from raytrain_opt.pools.ray_pool import RayPool
-from raytrain_opt.recording.records import StalenessRecord
 from raytrain_opt.results import AsyncWorkerMetrics, EvalTotals, Predictions, Split, TrainTotals
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.state import TrainingState
@@ -29,7 +29,7 @@ from raytrain_opt.train.state import TrainingState
 # Seconds between checks for a restarted worker when none is left; a restart takes ten seconds.
 _POLL_S = 0.5
 # A phase: the shards' parts of the state, and what the workers did.
-_Trained = tuple[list[TrainingState], list[AsyncWorkerMetrics], TrainTotals, StalenessRecord]
+_Trained = tuple[list[TrainingState], list[AsyncWorkerMetrics], TrainTotals, Counter[int]]
 
 
 class AsynchronousTraining:

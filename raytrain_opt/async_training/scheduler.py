@@ -25,7 +25,6 @@ from dataclasses import dataclass, field, replace
 
 from raytrain_opt.optim.epoch_steps import ramp_factor
 from raytrain_opt.pools.commands import MainTrain
-from raytrain_opt.recording.records import StalenessRecord
 from raytrain_opt.results import Steps, TrainTotals
 from raytrain_opt.train.learner_config import LearnerConfig
 
@@ -83,11 +82,11 @@ class SspScheduler:
     version: int = 0
     end: int = field(init=False)  # number of the first micro-batch that does not belong to it
     totals: TrainTotals = TrainTotals(0, 0, (0.0,), 0, 0.0, 0.0)
+    staleness: Counter[int] = field(default_factory=Counter)  # gradients by staleness
     _free: list[int] = field(init=False)
     _reached: int = 0  # number of the first micro-batch that was never claimed
     _claims: dict[int, int] = field(default_factory=dict)  # micro-batch -> worker
     _begun: dict[int, int] = field(default_factory=dict)  # micro-batch -> version of its weights
-    _counts: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.end = self.phase.size
@@ -100,12 +99,6 @@ class SspScheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._free)
-
-    @property
-    def staleness(self) -> StalenessRecord:
-        """Number of gradients by staleness, from 0, and mean and maximum."""
-        highest = max(self._counts, default=-1)
-        return StalenessRecord.of([self._counts[k] for k in range(highest + 1)])
 
     def end_early(self) -> None:
         """Let the phase end with the step of the last micro-batch that was claimed."""
@@ -154,7 +147,7 @@ class SspScheduler:
             return
         del self._claims[result.number], self._begun[result.number]
         self.version += 1
-        self._counts[result.staleness] += 1
+        self.staleness[result.staleness] += 1
         self.totals = replace(
             self.totals,
             samples=self.totals.samples + result.samples,

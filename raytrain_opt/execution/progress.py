@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +17,7 @@ from raytrain_opt.errors import CheckpointError
 from raytrain_opt.pools.commands import MainTrain
 from raytrain_opt.pools.protocol import TrainingOutcome
 from raytrain_opt.pools.rounds import RoundProgress
-from raytrain_opt.recording.records import EpochRecord, ScheduleRecord, StalenessRecord
+from raytrain_opt.recording.records import EpochRecord, ScheduleRecord
 from raytrain_opt.results import NO_STEPS, EvalTotals, Steps, TrainTotals
 from raytrain_opt.search.policy import CandidateResult, History, TryCandidates
 from raytrain_opt.train.checkpoint import Point
@@ -42,7 +43,7 @@ class PartialEpoch:
     duration_s: float = 0.0
     timings_s: dict[str, float] = field(default_factory=dict)
     train: TrainTotals | None = None  # of the steps of the main training
-    staleness: StalenessRecord | None = None
+    staleness: dict[int, int] | None = None
     round: RoundProgress | None = None  # that follows the complete ones
 
 
@@ -110,7 +111,7 @@ class EpochMetrics:
     is_ruined: bool = False  # by a loss or weights that are not finite: training starts again
     train: TrainTotals | None = None
     test: EvalTotals | None = None
-    staleness: StalenessRecord | None = None
+    staleness: dict[int, int] | None = None
 
     @property
     def train_loss(self) -> float:
@@ -120,9 +121,11 @@ class EpochMetrics:
 
     def add(self, command: MainTrain, outcome: TrainingOutcome) -> None:
         """Add the steps of a main training, or of a part of it."""
-        totals, staleness = outcome.totals, outcome.staleness
+        totals = outcome.totals
         self.train = totals if self.train is None else self.train.plus(totals)
-        self.staleness = self.staleness.plus(staleness) if self.staleness else staleness
+        if outcome.staleness is not None:
+            counts = Counter(self.staleness) + outcome.staleness
+            self.staleness = dict(sorted(counts.items()))
         self.steps = self.steps.plus(command.steps.before(totals.steps))
         for name, seconds in outcome.timings_s.items():
             self.stopwatch.add(f"main_{name}", seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -18,7 +19,7 @@ from raytrain_opt.pools.commands import (
     SendInitialState,
     StateRef,
 )
-from raytrain_opt.recording.records import Event, StalenessRecord
+from raytrain_opt.recording.records import Event
 from raytrain_opt.results import EvalTotals, Predictions, Split, TrainTotals
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class TrainingOutcome:
     totals: TrainTotals  # over all workers
     timings_s: dict[str, float]  # of the slowest worker, by name
     workers: int  # how many finished it
-    staleness: StalenessRecord | None = None  # of asynchronous training
+    staleness: Counter[int] | None = None  # of asynchronous training: gradients by staleness
 
 
 class MainTraining(Protocol):

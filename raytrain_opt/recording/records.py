@@ -9,7 +9,6 @@ from __future__ import annotations
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import zip_longest
 from math import isfinite
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
@@ -143,29 +142,6 @@ class RoundRecord(Record):
         )
 
 
-class StalenessRecord(RecordPart):
-    """Staleness of the gradients of an epoch (`parallel.mode: async`).
-
-    The staleness of a gradient is the number of updates between the weights that it was computed
-    on and the weights that it changes.
-    """
-
-    counts: tuple[int, ...] = Field(description="counts[i]: micro-batch gradients of staleness i.")
-    mean: Number = Field(description="Mean staleness, in updates.")
-    max: int = Field(description="Largest staleness, in updates; -1 without gradients.")
-
-    @classmethod
-    def of(cls, counts: Sequence[int]) -> StalenessRecord:
-        """Return the record of these counts."""
-        mean = sum(k * n for k, n in enumerate(counts)) / max(1, sum(counts))
-        return cls(counts=tuple(counts), mean=mean, max=len(counts) - 1)
-
-    def plus(self, later: StalenessRecord | None) -> StalenessRecord:
-        """Return the staleness of both parts of an epoch."""
-        counts = () if later is None else later.counts
-        return self.of([sum(pair) for pair in zip_longest(self.counts, counts, fillvalue=0)])
-
-
 class EpochResult(RecordPart):
     """The measured values of one epoch; without an evaluation there are no metrics."""
 
@@ -222,8 +198,12 @@ class EpochRecord(EpochResult, Record):
             "(for the one before); of the slowest worker: `main_` and the part of its training."
         )
     )
-    staleness: StalenessRecord | None = Field(
-        None, description="Staleness of the gradients; null with `parallel.mode: sync`."
+    staleness: dict[int, int] | None = Field(
+        None,
+        description=(
+            "Micro-batch gradients by their staleness, the number of updates between the weights "
+            "that one was computed on and those that it changes; null with `parallel.mode: sync`."
+        ),
     )
 
 

@@ -43,11 +43,11 @@ def test_workers_and_shards_die_and_no_sample_is_lost(
     epochs, rounds = (read_lines(result.run_dir, name) for name in ("epochs", "rounds"))
     assert [epoch["epoch"] for epoch in epochs] == [1, 2, 3]
     steps = result.summary["steps_per_epoch"] - 5  # of a round, which are kept
-    per_step = [sum(epoch["staleness"]["counts"]) / steps for epoch in epochs]
+    per_step = [sum(epoch["staleness"].values()) / steps for epoch in epochs]
     assert per_step == [8, 8, 8]  # two workers with four micro-batches of eight samples each
     for epoch in epochs:
         assert epoch["samples"] == steps * 64
-        assert epoch["staleness"]["max"] <= 3
+        assert max(map(int, epoch["staleness"])) <= 3
         assert epoch["test_samples"] == 359
     assert epochs[0]["workers"] == 2
     assert len(rounds) == 3

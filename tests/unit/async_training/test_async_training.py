@@ -160,7 +160,7 @@ def test_without_staleness_each_gradient_is_a_step_of_synchronous_training(
             torch.testing.assert_close(
                 final_state.tensors[key].tensor(), tensor.tensor(), rtol=2e-3, atol=2e-4
             )
-    assert server.scheduler.staleness.max == 0
+    assert server.scheduler.staleness.keys() == {0}
     learner.load(final_state)  # synchronous training continues from it, at its own settings
     assert learner.state(copy=True).param_groups == [
         {**group, "lr": saved["lr"]}
@@ -181,7 +181,7 @@ def test_with_staleness_every_micro_batch_counts_once(
     assert server.scheduler.totals.samples == len(LRS) * 48
     assert sum(report.buffers.batches for report in reports) == len(numbers)
     assert server.scheduler.finished
-    assert bound is None or server.scheduler.staleness.max <= bound
+    assert bound is None or max(server.scheduler.staleness) <= bound
     assert [shard.version for shard in server.shards] == [len(numbers)] * 2
     for name, tensor in state.tensors.items():
         if name.endswith("num_batches_tracked"):
@@ -209,7 +209,7 @@ def test_loader_processes_claim_ahead_and_no_worker_waits_forever(bound: int) ->
     _, server, _ = asynchronous(async_job, None, state, bound)
     numbers = server.pushed
     assert sorted(numbers) == list(range(len(LRS) * WORKERS))
-    assert server.scheduler.staleness.max <= bound
+    assert max(server.scheduler.staleness) <= bound
 
 
 def test_a_worker_that_stops_does_not_stop_the_others(digits: DatasetArrays) -> None:

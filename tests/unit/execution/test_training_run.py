@@ -10,6 +10,7 @@ import itertools
 import math
 import random
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import dataclass, replace
@@ -35,7 +36,6 @@ from raytrain_opt.pools.commands import Command, MainTrain, Pretrain, Progress
 from raytrain_opt.pools.in_process import InProcessPool, in_process_pools
 from raytrain_opt.pools.protocol import Pools, SynchronousTraining, TrainingOutcome
 from raytrain_opt.pools.worker import Slot, Worker
-from raytrain_opt.recording.records import StalenessRecord
 from raytrain_opt.train.checkpoint import Checkpoints, Point, read_checkpoint, read_index
 from raytrain_opt.train.learner import Learner
 from tests.support.full_disk import limit_file_size
@@ -456,8 +456,7 @@ def test_a_run_that_is_stopped_in_an_evaluation_keeps_the_staleness_of_its_epoch
         training: SynchronousTraining, command: MainTrain, **options: Any
     ) -> TrainingOutcome:
         outcome = train_steps(training, command, **options)
-        staleness = StalenessRecord(counts=(outcome.totals.steps,), mean=0.0, max=0)
-        return replace(outcome, staleness=staleness)
+        return replace(outcome, staleness=Counter({0: outcome.totals.steps}))
 
     monkeypatch.setattr(SynchronousTraining, "train", train_asynchronously)
     monkeypatch.setattr(in_process, "_REPORT_EVERY_S", 0.0)
@@ -465,7 +464,7 @@ def test_a_run_that_is_stopped_in_an_evaluation_keeps_the_staleness_of_its_epoch
     assert not execute(job, tmp_path, never, stop_in=IN_EVALUATION).finished
     assert execute(job, tmp_path).finished
     [epoch] = outcome(tmp_path)["epochs"]
-    assert epoch["staleness"]["counts"] == [len(outcome(tmp_path)["schedule"][0]["steps"]["lrs"])]
+    assert epoch["staleness"] == {"0": len(outcome(tmp_path)["schedule"][0]["steps"]["lrs"])}
 
 
 def outcome(folder: Path) -> dict[str, Any]:

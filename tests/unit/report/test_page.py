@@ -74,7 +74,7 @@ def complete_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with everything that a report can show."""
     run = with_batch_size_search(write_run(tmp_path_factory.mktemp("complete") / "run"))
     with_predictions(run)
-    staleness = {"counts": [5, 3, 2], "mean": 0.7, "max": 2}
+    staleness = {"0": 5, "1": 3, "2": 2}
     write_lines(run / "epochs.jsonl", [epoch_line(n, staleness=staleness) for n in range(1, 7)])
     write_lines(run / "events.jsonl", [event_line("restarted", "slot 1 again", process="slot 1")])
     write_report(str(run))
