@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, FiniteFloat
+from pydantic import BaseModel, Field, FiniteFloat
 
 if TYPE_CHECKING:
     import numpy as np
@@ -116,36 +116,46 @@ class TrainTotals:
 # The most confident mistakes of an evaluation that are kept.
 MAX_MISTAKES = 12
 
+Triple = Annotated[tuple[int, ...], Field(min_length=3, max_length=3)]
 
-@dataclass(frozen=True, eq=False)
-class Predictions:
-    """The most probable class of each sample of a split, or of a part of it, in its order."""
 
-    labels: npt.NDArray[np.int32]  # [samples]
-    classes: npt.NDArray[np.int32]  # [samples]
-    confidences: npt.NDArray[np.float32]  # [samples], probabilities of the classes
-    # The most confident by position: JPEG, and file; None: no image, no file of its own.
-    mistakes: dict[int, tuple[bytes | None, str | None]]
+class Mistake(BaseModel, frozen=True, extra="forbid"):
+    """A wrong prediction."""
+
+    file: str | None = Field(None, description="Image file, below data.root; null if it has none.")
+    sample: int = Field(
+        description="Position among the samples of the test split that could be read, from 0."
+    )
+    label: int = Field(description="Class of the sample.")
+    predicted: int = Field(description="Most probable class.")
+    confidence: float = Field(description="Probability of that class.")
+    jpeg: str | None = Field(
+        description="Image of at most 64 x 64, in base64; null if it is none."
+    )
+
+
+class Predictions(BaseModel, frozen=True, extra="forbid"):
+    """The most probable class of each sample of a split, or of a part of it, as counts."""
+
+    confusion: tuple[Triple, ...] = Field(
+        description="Label, predicted class, and number of samples, where there are any."
+    )
+    mistakes: tuple[Mistake, ...] = Field(
+        description=f"The {MAX_MISTAKES} mistakes with the highest confidence, highest first."
+    )
 
     @classmethod
     def join(cls, parts: Sequence[Predictions | None]) -> Predictions | None:
         """Return the predictions of neighboring parts as one; None if there are none."""
-        import numpy as np
-
-        if not (present := [part for part in parts if part is not None]):
-            return None
-        starts = accumulate((len(part.labels) for part in present), initial=0)
-        mistakes = {
-            start + position: image
-            for start, part in zip(starts, present, strict=False)
-            for position, image in part.mistakes.items()
-        }
-        return cls(
-            np.concatenate([part.labels for part in present]),
-            np.concatenate([part.classes for part in present]),
-            np.concatenate([part.confidences for part in present]),
-            mistakes,
-        )
+        counts, mistakes = Counter[tuple[int, ...]](), list[Mistake]()
+        for part in filter(None, parts):
+            start = counts.total()
+            mistakes += [m.model_copy(update={"sample": start + m.sample}) for m in part.mistakes]
+            for *pair, count in part.confusion:
+                counts[tuple(pair)] += count
+        worst = sorted(mistakes, key=lambda m: (-m.confidence, m.sample))[:MAX_MISTAKES]
+        confusion = tuple((*pair, count) for pair, count in sorted(counts.items()))
+        return cls(confusion=confusion, mistakes=tuple(worst)) if counts else None
 
 
 # Evaluations cut a split between neighboring blocks of this size.

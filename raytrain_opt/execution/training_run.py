@@ -269,7 +269,9 @@ class TrainingRun:
         self._epoch.test = test = self.score(state, "test")
         self._raise_if_diverged(epoch, "test", test.loss, test.failure)
         if test.predictions is not None:
-            record = PredictionsRecord.of(epoch, self.info.class_labels, test.predictions)
+            record = PredictionsRecord(
+                epoch=epoch, class_names=self.info.class_labels, **vars(test.predictions)
+            )
             write_record(self.paths.local, record, indent=None)
 
     def checkpoint_epoch(self, state: StateRef, history: History) -> None:

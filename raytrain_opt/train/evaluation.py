@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from base64 import b64encode
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from io import BytesIO
@@ -17,7 +19,7 @@ from raytrain_opt.data import TrainingData
 from raytrain_opt.data.base import Batch
 from raytrain_opt.data.transforms import Preprocessing
 from raytrain_opt.errors import DataError
-from raytrain_opt.results import MAX_MISTAKES, EvalTotals, Predictions, Split
+from raytrain_opt.results import MAX_MISTAKES, EvalTotals, Mistake, Predictions, Split
 from raytrain_opt.train.phase import first_failure
 from raytrain_opt.train.task import (
     Classification,
@@ -135,7 +137,7 @@ class PredictionRecorder(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._model = model
-        self._batches: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._pairs: list[Tensor] = []  # [batch, 2]: label and predicted class
         self._samples = 0
         self._indices: list[int] = []  # in the test set, where unreadable samples are left out
         # Confidence, position in the split and input of the most confident mistakes.
@@ -148,7 +150,9 @@ class PredictionRecorder(nn.Module):
 
     def add(self, batch: Batch) -> None:
         confidences, classes = self._output.float().softmax(dim=1).max(dim=1)
-        self._batches.append((batch.y, classes, confidences))
+        # A loss of the user's own may be finite where an output is not.
+        confidences = confidences.nan_to_num()
+        self._pairs.append(torch.stack([batch.y, classes], dim=1))
         # Of a correct prediction -1, so that it comes after every mistake.
         scores = confidences.where(classes != batch.y, -1.0)
         scores, rows = scores.topk(min(MAX_MISTAKES, len(scores)))
@@ -161,27 +165,31 @@ class PredictionRecorder(nn.Module):
         self._indices += batch.indices or ()
 
     def result(self, data: TrainingData) -> Predictions | None:
-        """Return all predictions, with pictures if the samples are images; None without any."""
+        """Return the predictions, with pictures if the samples are images; None without any."""
         if self._worst is None:
             return None
-        labels, classes, confidences = (
-            torch.cat(column).cpu() for column in zip(*self._batches, strict=True)
-        )
+        pairs = torch.cat(self._pairs).cpu()
         scores, positions, samples = (values.cpu() for values in self._worst)
-        mistakes = {}
-        for score, position, sample in zip(scores, positions.tolist(), samples, strict=True):
+        mistakes = []
+        for score, i, sample in zip(scores.tolist(), positions.tolist(), samples, strict=True):
             if score >= 0:
-                image = _thumbnail(sample, data.info.preprocessing)
-                indices = self._indices[position : position + 1]
-                file = data.source.file("test", indices[0]) if indices else None
-                mistakes[position] = image, file
-        return Predictions(
-            labels.int().numpy(), classes.int().numpy(), confidences.numpy(), mistakes
-        )
+                label, predicted = pairs[i].tolist()
+                mistake = Mistake(
+                    file=data.source.file("test", self._indices[i]) if self._indices else None,
+                    sample=i,
+                    label=label,
+                    predicted=predicted,
+                    confidence=score,
+                    jpeg=_thumbnail(sample, data.info.preprocessing),
+                )
+                mistakes.append(mistake)
+        counts = Counter(map(tuple, pairs.tolist()))
+        confusion = tuple((*pair, count) for pair, count in counts.items())
+        return Predictions(confusion=confusion, mistakes=tuple(mistakes))
 
 
-def _thumbnail(x: Tensor, preprocessing: Preprocessing | None) -> bytes | None:
-    """Return an input of the network [C, H, W] as JPEG; None if it is no image."""
+def _thumbnail(x: Tensor, preprocessing: Preprocessing | None) -> str | None:
+    """Return an input of the network [C, H, W] as JPEG in base64; None if it is no image."""
     from PIL import Image
 
     if preprocessing is None or not preprocessing.is_image or preprocessing.mean_std is None:
@@ -192,4 +200,4 @@ def _thumbnail(x: Tensor, preprocessing: Preprocessing | None) -> bytes | None:
     image = Image.fromarray(array)
     image.thumbnail((_THUMBNAIL_PX, _THUMBNAIL_PX))
     image.save(file := BytesIO(), "JPEG", quality=92)
-    return file.getvalue()
+    return b64encode(file.getvalue()).decode()

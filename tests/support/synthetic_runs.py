@@ -6,6 +6,7 @@ The numbers follow simple rules, so that tests can compute the expected values.
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -16,7 +17,7 @@ import yaml
 from PIL import Image
 
 from raytrain_opt.recording.records import PredictionsRecord
-from raytrain_opt.results import Predictions
+from raytrain_opt.results import Mistake
 
 STEPS = 20
 MULTIPLIERS: tuple[float, ...] = (2.0, 1.0, 0.5)
@@ -262,28 +263,27 @@ def write_run(
     return folder
 
 
-def predictions(classes: int = 10) -> Predictions:
-    """Return predictions of 20 samples per class, i // 2 of which are wrong in class i < 20.
+def with_predictions(folder: Path, classes: int = 10) -> Path:
+    """Add predictions of 20 samples per class, i // 2 of which are wrong in class i < 20.
 
     A wrong prediction is the next class, with a confidence of 0.55 to 0.95.
     """
-    labels = np.repeat(np.arange(classes), 20).astype(np.int32)
-    number = np.tile(np.arange(20), classes)
-    wrong = number < np.minimum(labels // 2, 10)
-    confidences = np.where(wrong, 0.55 + number / 25, 0.52 + number / 40).astype(np.float32)
     image = Image.fromarray(np.arange(64, dtype=np.uint8).reshape(8, 8) * 4)
     image.save(file := BytesIO(), "JPEG")
-    worst = np.argsort(np.where(wrong, -confidences, 1), kind="stable")[:12]
-    mistakes: dict[int, tuple[bytes | None, str | None]] = {
-        int(i): (file.getvalue(), f"val/{i}.jpg") for i in worst if wrong[i]
-    }
-    return Predictions(labels, (labels + wrong) % classes, confidences, mistakes)
-
-
-def with_predictions(folder: Path, classes: int = 10) -> Path:
-    """Add the predictions after the last epoch to the run."""
-    names = [f"class {i}" for i in range(classes)]
-    record = PredictionsRecord.of(6, names, predictions(classes))
+    jpeg, wrong = b64encode(file.getvalue()).decode(), [min(c // 2, 10) for c in range(classes)]
+    pairs = [(c, (c + 1) % classes, n) for c, n in enumerate(wrong) if n]
+    mistakes = [
+        Mistake(sample=20 * c + i, label=c, predicted=p, confidence=0.55 + i / 25, jpeg=jpeg)
+        for c, p, n in pairs
+        for i in range(n)
+    ]
+    worst = sorted(mistakes, key=lambda m: -m.confidence)[:12]
+    record = PredictionsRecord(
+        epoch=6,
+        class_names=tuple(f"class {i}" for i in range(classes)),
+        confusion=(*((c, c, 20 - n) for c, n in enumerate(wrong)), *pairs),
+        mistakes=tuple(m.model_copy(update={"file": f"val/{m.sample}.jpg"}) for m in worst),
+    )
     (folder / "predictions.json").write_text(record.model_dump_json())
     return folder
 

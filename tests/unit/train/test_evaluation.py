@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from base64 import b64decode
+from collections import Counter
 from dataclasses import replace
 from io import BytesIO
 from typing import Any
@@ -14,10 +15,11 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from raytrain_opt.recording.records import PredictionsRecord
 from raytrain_opt.results import MAX_MISTAKES, Predictions, Steps
+from raytrain_opt.train.evaluation import PredictionRecorder
 from raytrain_opt.train.learner import Learner
 from tests.unit.train.test_learner import (
+    CLASSES,
     LRS,
     TEST_SIZE,
     all_of,
@@ -90,18 +92,30 @@ def test_the_predictions_of_all_ranks_are_those_of_the_network(world_size: int) 
     [batch] = trained.data.eval_batches("test", 0, 1, 100)
     with torch.no_grad():
         confidences, classes = trained.model(batch.x).softmax(dim=1).max(dim=1)
-    assert np.array_equal(predictions.labels, arrays().test_y)
-    assert np.array_equal(predictions.classes, classes.numpy())
-    np.testing.assert_allclose(predictions.confidences, confidences.numpy(), rtol=1e-5)
-    record = PredictionsRecord.of(1, "abcdefg", predictions)
+    counts = Counter(zip(arrays().test_y.tolist(), classes.tolist(), strict=True))
+    assert predictions.confusion == tuple((*pair, n) for pair, n in sorted(counts.items()))
     wrong = [i for i in range(TEST_SIZE) if classes[i] != batch.y[i]]
-    worst = sorted(wrong, key=lambda i: -float(predictions.confidences[i]))[:MAX_MISTAKES]
-    assert [mistake.sample for mistake in record.mistakes] == worst
-    for mistake in record.mistakes:
+    worst = sorted(wrong, key=lambda i: -float(confidences[i]))[:MAX_MISTAKES]
+    assert [mistake.sample for mistake in predictions.mistakes] == worst
+    for mistake in predictions.mistakes:
+        i = mistake.sample
+        assert (mistake.label, mistake.predicted) == (batch.y[i], classes[i])
+        assert mistake.confidence == pytest.approx(float(confidences[i]), rel=1e-5)
         assert mistake.jpeg is not None
         image = Image.open(BytesIO(b64decode(mistake.jpeg)))
         difference = np.asarray(image, float) - arrays().test_x[mistake.sample, ..., 0]
         assert np.abs(difference).mean() < 8
+
+
+def test_a_confidence_that_is_not_finite_counts_as_none() -> None:
+    trained = learner()
+    [batch] = trained.data.eval_batches("test", 0, 1, 100)
+    recorder = PredictionRecorder(nn.Flatten())
+    recorder(torch.full((batch.size, CLASSES), math.nan))
+    recorder.add(batch)
+    predictions = recorder.result(trained.data)
+    assert predictions is not None
+    assert [mistake.confidence for mistake in predictions.mistakes] == [0] * MAX_MISTAKES
 
 
 def test_evaluation_changes_nothing() -> None:
