@@ -21,38 +21,14 @@ from raytrain_opt.recording.records import BatchSizeProbeRecord, EpochRecord
 
 
 class Terminal:
-    """Display of a run's progress: a plain line per event, for logs, `ray job logs` and pipes."""
+    """Display of a run's progress, by default on stdout: a line per event.
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    A terminal, unlike logs, `ray job logs` and pipes, has a progress bar below the lines, with
+    epoch, phase, and elapsed and remaining time.
+    """
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def note(self, text: str) -> None:
-        """Print a line that stays: text as it is, but nothing that controls a terminal."""
-        line = printable(text)
-        self._console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
-
-    def phase(self, text: str) -> None:
-        """Show the current activity, if the display moves."""
-
-    def advance(self, fraction: float) -> None:
-        """Show how much of the training is done, if the display moves."""
-
-    def epoch(self, record: EpochRecord) -> None:
-        """Show the result of an epoch."""
-        self.note(epoch_text(record))
-
-
-class Bar(Terminal):
-    """A progress bar with epoch, phase, and elapsed and remaining time, below the lines."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__(console)
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(file=sys.stdout)
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}", markup=False),
@@ -60,8 +36,9 @@ class Bar(Terminal):
             TaskProgressColumn(),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            console=console,
+            console=self._console,
             transient=True,
+            disable=not self._console.is_terminal,
         )
         self._task = self._progress.add_task("starting", total=1.0)
 
@@ -70,19 +47,25 @@ class Bar(Terminal):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        if not self._progress.disable:  # rich 13 would print an empty line
+            self._progress.stop()
+
+    def note(self, text: str) -> None:
+        """Print a line that stays: text as it is, but nothing that controls a terminal."""
+        line = printable(text)
+        self._console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def phase(self, text: str) -> None:
+        """Show the current activity in the bar."""
         self._progress.update(self._task, description=text)
 
     def advance(self, fraction: float) -> None:
+        """Show in the bar how much of the training is done."""
         self._progress.update(self._task, completed=fraction)
 
-
-def open_terminal() -> Terminal:
-    """Return a progress bar when stdout is a terminal, otherwise plain lines."""
-    console = Console(file=sys.stdout)
-    return Bar(console) if console.is_terminal else Terminal(console)
+    def epoch(self, record: EpochRecord) -> None:
+        """Show the result of an epoch."""
+        self.note(epoch_text(record))
 
 
 def epoch_text(record: EpochRecord) -> str:

@@ -26,7 +26,7 @@ from raytrain_opt.paths import RunPaths
 from raytrain_opt.recording.recorder import check_records
 from raytrain_opt.storage import open_plain, remove_tree, write_text
 from raytrain_opt.temporary import remove_abandoned
-from raytrain_opt.terminal import Terminal, open_terminal
+from raytrain_opt.terminal import Terminal
 from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
 
 _LOCK = ".lock"
@@ -67,7 +67,7 @@ class Workspace(Frontend):
 @contextmanager
 def open_frontend(began_s: float) -> Iterator[Frontend]:
     """Show progress and take signals. `began_s`: monotonic time from which the start counts."""
-    with open_terminal() as terminal, stop_on_signals(terminal.note) as stop:
+    with Terminal() as terminal, stop_on_signals(terminal.note) as stop:
         yield Frontend(terminal, stop, Startup(began_s))
 
 

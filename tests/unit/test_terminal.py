@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from raytrain_opt.recording.records import EpochRecord
-from raytrain_opt.terminal import Bar, Terminal, epoch_text, open_terminal
+from raytrain_opt.terminal import Terminal, epoch_text
 from tests.support.synthetic_runs import epoch_line, evaluation
 
 
@@ -44,7 +44,7 @@ def test_each_note_and_each_epoch_is_one_line() -> None:
 
 def test_the_bar_shows_phase_and_percentage_below_the_lines() -> None:
     console, out = colored_console()
-    with Bar(console) as terminal:
+    with Terminal(console) as terminal:
         terminal.phase("starting")
         terminal.note("run directory: [here]")
         terminal.phase("epoch 4/8  main train")
@@ -61,19 +61,19 @@ def test_brackets_in_the_name_of_a_metric_stay() -> None:
     console, out = colored_console()
     name = "mAP [small]"
     metric = {"name": name, "higher_is_better": True}
-    with Bar(console) as terminal:
+    with Terminal(console) as terminal:
         terminal.epoch(record(test_metrics={name: 0.5}, metric=metric))
     assert f"{name} 0.5" in plain(out.getvalue())
 
 
-def test_a_pipe_gets_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    with open_terminal() as terminal:
-        assert type(terminal) is Terminal
-        terminal.note("hello")
-    assert capsys.readouterr().out == "hello\n"
-
-
-def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_terminal_gets_a_bar_and_a_pipe_lines_only(
+    is_terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal, raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    assert isinstance(open_terminal(), Bar)
+    with Terminal() as terminal:
+        terminal.note("hello")
+    text = capsys.readouterr().out
+    assert (text == "hello\n") == (not is_terminal)
+    assert ("starting" in text) == is_terminal

@@ -29,14 +29,14 @@ from raytrain_opt.execution.resolve import Resolved
 from raytrain_opt.execution.signals import StopRequest, Terminated
 from raytrain_opt.execution.workspace import Frontend, Workspace, open_workspace
 from raytrain_opt.paths import RunPaths
-from raytrain_opt.terminal import open_terminal
+from raytrain_opt.terminal import Terminal
 from raytrain_opt.train.checkpoint import Checkpoints, Point
 from raytrain_opt.train.state import TrainingState, capture
 from tests.support.small_jobs import small_job
 
 
 def workspace_of(job: Job, resume: str | None = None) -> AbstractContextManager[Workspace]:
-    frontend = Frontend(open_terminal(), StopRequest(), Startup(0.0))
+    frontend = Frontend(Terminal(), StopRequest(), Startup(0.0))
     return open_workspace(job, frontend, resume)
 
 
