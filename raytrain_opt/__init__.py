@@ -14,31 +14,21 @@ from raytrain_opt import clock as _clock  # first: start-up time is measured fro
 from raytrain_opt import threads as _threads  # before torch: it sets how its threads wait
 
 if TYPE_CHECKING:
-    from raytrain_opt.config.load import load_job
-    from raytrain_opt.config.schema import Job
-    from raytrain_opt.driver import run
-    from raytrain_opt.errors import RaytrainOptError
-    from raytrain_opt.execution.batch_size import find_batch_size
-    from raytrain_opt.execution.callbacks import Callback
-    from raytrain_opt.execution.optimizer_finder import find_optimizer
-    from raytrain_opt.execution.result import RunResult
-    from raytrain_opt.train.batch_size_finder import MinibatchSizeOptimizer
-    from raytrain_opt.train.trained_model import TrainedModel, load_model
+    from raytrain_opt.config.load import load_job as load_job
+    from raytrain_opt.config.schema import Job as Job
+    from raytrain_opt.driver import run as run
+    from raytrain_opt.errors import RaytrainOptError as RaytrainOptError
+    from raytrain_opt.execution.batch_size import find_batch_size as find_batch_size
+    from raytrain_opt.execution.callbacks import Callback as Callback
+    from raytrain_opt.execution.optimizer_finder import find_optimizer as find_optimizer
+    from raytrain_opt.execution.result import RunResult as RunResult
+    from raytrain_opt.train.batch_size_finder import (
+        MinibatchSizeOptimizer as MinibatchSizeOptimizer,
+    )
+    from raytrain_opt.train.trained_model import TrainedModel as TrainedModel
+    from raytrain_opt.train.trained_model import load_model as load_model
 
 __version__ = "0.1.0"
-__all__ = [
-    "Callback",
-    "Job",
-    "MinibatchSizeOptimizer",
-    "RaytrainOptError",
-    "RunResult",
-    "TrainedModel",
-    "find_batch_size",
-    "find_optimizer",
-    "load_job",
-    "load_model",
-    "run",
-]
 
 _MODULES = {
     "Callback": "raytrain_opt.execution.callbacks",
@@ -53,6 +43,7 @@ _MODULES = {
     "load_model": "raytrain_opt.train.trained_model",
     "run": "raytrain_opt.driver",
 }
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
