@@ -44,16 +44,16 @@ def load_job(
 
 
 def parse_job(
-    job: Mapping[str, Any] | str,
+    text: str,
     source: str = "job",
     overrides: Sequence[str] = (),
     check_sections: SectionCheck | None = None,
 ) -> Job:
-    """Return the job given as YAML text, or as the mapping that the text would hold.
+    """Return the job given as YAML text; `source` names it in errors.
 
-    `source` names it in errors. Raises JobError as `load_job` does.
+    Raises JobError as `load_job` does.
     """
-    raw = _copy_containers(read_yaml(job, source) if isinstance(job, str) else job)
+    raw = read_yaml(text, source)
     if not isinstance(raw, dict):
         rule = "is empty" if raw is None else "must be keys and values"
         value = None if raw is None else shown(raw)
@@ -178,13 +178,6 @@ def _valid_sections(raw: Mapping[str, Any]) -> dict[str, Any]:
         with suppress(ValidationError):  # reported already
             sections[name] = TypeAdapter(kinds[name]).validate_python(raw[name])
     return sections
-
-
-def _copy_containers(value: Any) -> Any:
-    """Copy mappings and lists, so that overrides do not change the caller's."""
-    if isinstance(value, Mapping):
-        return {key: _copy_containers(inner) for key, inner in value.items()}
-    return [_copy_containers(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _to_plain(value: Any, path: str) -> Any:

@@ -130,7 +130,7 @@ def test_job_files(name: str) -> None:
 
 
 def test_overrides() -> None:
-    job = load_job(QUICKSTART).model_dump(mode="json")
+    job = dump_job(load_job(QUICKSTART))
     content = b"learning_rate={policy: stpt_horizon, max_search_cost: 0.2}"
 
     def read(damaged: bytes) -> None:

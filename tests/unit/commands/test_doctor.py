@@ -9,7 +9,7 @@ import pytest
 from raytrain_opt import storage
 from raytrain_opt.commands import doctor
 from raytrain_opt.commands.doctor import Finding, look_at_node, merged
-from raytrain_opt.config.load import parse_job
+from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import ResourcesError
 from raytrain_opt.recording.recorder import versions
 
@@ -20,7 +20,7 @@ def look(path: Path, check: str, ray_gpus: float = 0.0, **expected: str) -> Find
     """Return the finding of one check, on a node with the files of the driver in `path`."""
     data = {"name": "image_folder", "root": "/none"}
     values = {"model": "resnet18", "data": data, "epochs": 1, "global_batch_size": 8}
-    job = parse_job(values)
+    job = Job.model_validate(values)
     found = look_at_node({**versions(), **expected}, ray_gpus, job, str(path), "file")
     (finding,) = (finding for finding in found if finding.check == check)
     return finding

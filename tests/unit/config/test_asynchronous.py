@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_opt.config.load import parse_job
+from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError
 from raytrain_opt.train.learner_config import LearnerConfig
 
@@ -47,7 +47,7 @@ def test_settings_that_need_synchronous_workers_are_refused(
     changes: dict[str, Any], path: str, words: str
 ) -> None:
     with pytest.raises(JobError) as caught:
-        parse_job({**GOOD, "parallel": ASYNC, **changes})
+        Job.model_validate({**GOOD, "parallel": ASYNC, **changes})
     [problem] = caught.value.problems
     assert problem.path == path
     assert words in problem.rule
@@ -62,4 +62,4 @@ def test_a_step_is_cut_into_micro_batches_of_at_least_eight_samples(
 ) -> None:
     parallel = {**ASYNC, "micro_batches": micro_batches}
     changes = {"global_batch_size": batch, "workers": {"count": 4}, "parallel": parallel}
-    assert LearnerConfig.from_job(parse_job({**GOOD, **changes})).async_split == split
+    assert LearnerConfig.from_job(Job.model_validate({**GOOD, **changes})).async_split == split

@@ -279,7 +279,7 @@ def test_long_values_are_cut() -> None:
 
 def test_the_message_counts_and_names_the_source() -> None:
     with pytest.raises(JobError) as caught:
-        parse_job({"model": "resnet8"}, source="my.yaml")
+        parse_job("model: resnet8", source="my.yaml")
     assert str(caught.value).startswith("my.yaml: 2 problems\n  data: is required\n")
     assert caught.value.exit_code == 2
 

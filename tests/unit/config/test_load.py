@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from fractions import Fraction
 from functools import partial
@@ -40,7 +41,7 @@ def test_a_short_file_becomes_a_job_with_defaults(tmp_path: Path) -> None:
     assert job.model.name == "resnet8"
     assert isinstance(job.data, ArraySetData)
     assert job.learning_rate == HorizonPolicy(policy="stpt_horizon")
-    assert job == parse_job(BASE) == load_job(str(file))
+    assert job == Job.model_validate(BASE) == load_job(str(file))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,7 @@ def test_a_short_file_becomes_a_job_with_defaults(tmp_path: Path) -> None:
 def test_without_an_optimizer_the_search_chooses_one_where_it_can(
     changes: dict[str, Any], names: list[str] | None
 ) -> None:
-    job = parse_job({**BASE, **changes})
+    job = Job.model_validate({**BASE, **changes})
     usual = ["Muon", "SGD", "ScheduleFreeSGD", "AdamW"]
     assert [optimizer.name for optimizer in job.optimizers] == (names or usual)
     assert parse_job(dump_job(job)) == job
@@ -80,7 +81,7 @@ def test_without_an_optimizer_the_search_chooses_one_where_it_can(
 def test_weights_are_averaged_by_default_where_the_policy_lets_the_rate_fall(
     changes: dict[str, Any], averages: bool
 ) -> None:
-    job = parse_job({**BASE, **changes})
+    job = Job.model_validate({**BASE, **changes})
     assert (job.average is not None) == averages
     assert parse_job(dump_job(job)) == job
 
@@ -104,7 +105,7 @@ def test_a_validation_split_is_held_out_where_candidates_are_scored_or_a_plateau
     section: dict[str, Any], given: float | None, expected: HoldOut
 ) -> None:
     data = {"name": "digits", "validation_fraction": given}
-    job = parse_job({**BASE, "data": data, "learning_rate": section})
+    job = Job.model_validate({**BASE, "data": data, "learning_rate": section})
     assert job.hold_out == expected
 
 
@@ -123,7 +124,7 @@ def test_a_validation_split_is_held_out_where_candidates_are_scored_or_a_plateau
     ],
 )
 def test_a_dumped_job_is_read_back_equal(changes: dict[str, Any]) -> None:
-    job = parse_job({**BASE, **changes})
+    job = Job.model_validate({**BASE, **changes})
     text = dump_job(job)
     assert parse_job(text) == job
     assert dump_job(parse_job(text)) == text
@@ -131,7 +132,7 @@ def test_a_dumped_job_is_read_back_equal(changes: dict[str, Any]) -> None:
 
 def test_functions_are_dumped_by_name() -> None:
     names = {key: {"name": a_function} for key in ("model", "data", "loss")}
-    job = parse_job({**BASE, **names, "optimizer": {"args": {"of": a_function}}})
+    job = Job.model_validate({**BASE, **names, "optimizer": {"args": {"of": a_function}}})
     assert job.model.name is a_function
     reread = parse_job(dump_job(job))
     name = f"{__name__}:a_function"
@@ -142,8 +143,8 @@ def test_functions_are_dumped_by_name() -> None:
 @pytest.mark.parametrize("field", ["model", "data", "loss", "task", "optimizer"])
 def test_a_function_without_a_name_is_refused(field: str) -> None:
     with pytest.raises(JobError, match=rf"{field}\.name: must be a function .* args"):
-        parse_job({**BASE, field: partial(a_function)})
-    job = parse_job({**BASE, "optimizer": {"args": {"of": partial(a_function)}}})
+        Job.model_validate({**BASE, field: partial(a_function)})
+    job = Job.model_validate({**BASE, "optimizer": {"args": {"of": partial(a_function)}}})
     with pytest.raises(JobError, match=r"optimizer\.args\.of: cannot be written in a job file"):
         dump_job(job)
 
@@ -164,13 +165,13 @@ def test_a_wrong_job_from_python_has_the_errors_of_a_file() -> None:
     with pytest.raises(JobError) as from_python:
         Job(**wrong)
     with pytest.raises(JobError) as from_file:
-        parse_job(wrong)
+        parse_job(json.dumps(wrong))
     assert paths_of(from_python.value) == ["data.name", "epochs"]
     assert from_python.value.problems == from_file.value.problems
 
 
 def test_arguments_yaml_cannot_hold_are_named() -> None:
-    job = parse_job({**BASE, "model": {"name": "resnet8", "args": {"a": [1, object()]}}})
+    job = Job.model_validate({**BASE, "model": {"name": "resnet8", "args": {"a": [1, object()]}}})
     with pytest.raises(JobError, match=r"model\.args\.a\.1: cannot be written"):
         dump_job(job)
 
@@ -232,21 +233,20 @@ def test_a_folder_or_a_fifo_is_no_job_file(tmp_path: Path) -> None:
     ],
 )
 def test_overrides(override: str, read: Any) -> None:
-    raw = {**BASE, "learning_rate": {"policy": "stpt", "candidates": [2, 1]}}
-    assert read(parse_job(raw, overrides=[override]))
+    text = json.dumps({**BASE, "learning_rate": {"policy": "stpt", "candidates": [2, 1]}})
+    assert read(parse_job(text, overrides=[override]))
 
 
 @pytest.mark.parametrize("section", ["model", "data", "optimizer", "task", "loss"])
 def test_an_override_enters_a_section_that_is_a_bare_name(section: str) -> None:
-    raw = {**BASE, section: "my.code:thing"}
-    job = parse_job(raw, overrides=[f"{section}.name=my.code:other"])
+    text = json.dumps({**BASE, section: "my.code:thing"})
+    job = parse_job(text, overrides=[f"{section}.name=my.code:other"])
     assert getattr(job, section).name == "my.code:other"
 
 
-def test_later_overrides_win_and_the_mapping_stays_unchanged() -> None:
-    raw = {**BASE, "workers": {"count": 1}}
-    assert parse_job(raw, overrides=["workers.count=2", "workers.count=4"]).workers.count == 4
-    assert raw["workers"] == {"count": 1}
+def test_later_overrides_win() -> None:
+    text = json.dumps({**BASE, "workers": {"count": 1}})
+    assert parse_job(text, overrides=["workers.count=2", "workers.count=4"]).workers.count == 4
 
 
 @pytest.mark.parametrize(
@@ -269,16 +269,16 @@ def test_later_overrides_win_and_the_mapping_stays_unchanged() -> None:
     ],
 )
 def test_wrong_overrides(override: str, path: str, words: str) -> None:
-    raw = {**BASE, "learning_rate": {"policy": "stpt", "candidates": [2, 1]}}
+    text = json.dumps({**BASE, "learning_rate": {"policy": "stpt", "candidates": [2, 1]}})
     with pytest.raises(JobError) as caught:
-        parse_job(raw, overrides=[override])
+        parse_job(text, overrides=[override])
     assert paths_of(caught.value) == [path]
     assert words in str(caught.value)
 
 
 def test_quoted_words_are_text_or_truth_values() -> None:
     values = ["name='NO'", "channels_last='no'", "model.args={a: 'no', b: [null]}"]
-    job = parse_job(BASE, overrides=values)
+    job = parse_job(json.dumps(BASE), overrides=values)
     assert (job.name, job.channels_last, job.model.args) == ("NO", False, {"a": "no", "b": [None]})
     assert parse_job(dump_job(job)) == job
 
@@ -286,7 +286,7 @@ def test_quoted_words_are_text_or_truth_values() -> None:
 def test_a_list_of_candidates_is_of_a_size_that_can_be_tried() -> None:
     numbers = [1 + i / 1000 for i in range(100_001)]
     with pytest.raises(JobError, match="candidates: list should have at most 100 items"):
-        parse_job({**BASE, "learning_rate": {"policy": "stpt", "candidates": numbers}})
+        Job.model_validate({**BASE, "learning_rate": {"policy": "stpt", "candidates": numbers}})
 
 
 def test_the_schema_names_every_field_with_its_meaning() -> None:

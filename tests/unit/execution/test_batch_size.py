@@ -11,7 +11,6 @@ import pytest
 
 from raytrain_opt import Job
 from raytrain_opt.cluster.resources import plan_pools
-from raytrain_opt.config.load import parse_job
 from raytrain_opt.data.base import DataInfo
 from raytrain_opt.errors import JobError
 from raytrain_opt.execution.batch_size import find_batch_size, search_batch_size
@@ -37,7 +36,7 @@ def job(search: Any = None, **changes: Any) -> Job:
         "learning_rate": STPT,
         "batch_size_search": {"strategy": "throughput_knee", **(search or {})},
     }
-    return parse_job({**values, **changes})
+    return Job.model_validate({**values, **changes})
 
 
 def settled(searched: Job, batch_size: int) -> Job:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_opt.config.load import parse_job
+from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import PoolError, ResidentError, ResourcesError
 from raytrain_opt.execution.batch_size import run_probes
 from raytrain_opt.recording.records import BatchSizeProbeRecord
@@ -33,7 +33,7 @@ def fits(largest: int) -> Answer:
 
 
 def strategy(**search: Any) -> Strategy:
-    job = parse_job(
+    job = Job.model_validate(
         {
             "model": "small_cnn",
             "data": "digits",

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from raytrain_opt.config.load import parse_job
+from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.execution.check import check_job, try_job
 from raytrain_opt.search.factory import guessing_loss
@@ -23,7 +23,7 @@ HERE = "on this machine (the job is checked where it starts)"
 
 def problems(**changes: Any) -> list[Problem]:
     base = {"model": "resnet8", "data": "digits", "epochs": 2, "global_batch_size": 8}
-    return check_job(parse_job({**base, **changes}))
+    return check_job(Job.model_validate({**base, **changes}))
 
 
 def test_a_good_job_has_no_problems() -> None:
@@ -45,10 +45,10 @@ def test_a_last_update_must_have_two_samples_for_each_micro_batch(
         "global_batch_size": 16,
         "learning_rate": {"policy": "schedule"},
     }
-    resolved = resolve_here(parse_job({**values, "workers": {"count": 4}}))
+    resolved = resolve_here(Job.model_validate({**values, "workers": {"count": 4}}))
     assert resolved.steps(1) == 90
     with pytest.raises(JobError, match=r"data\.drop_last.*split 14 samples into 8 micro-batches"):
-        try_job(parse_job({**values, "workers": {"count": workers}, **parallel}))
+        try_job(Job.model_validate({**values, "workers": {"count": workers}, **parallel}))
 
 
 def mlp(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
@@ -122,7 +122,7 @@ def test_muon_is_left_out_where_it_takes_several_times_the_operations_of_a_batch
     model: Any, batch: int, changes: dict[str, Any], *, has_muon: bool
 ) -> None:
     values = {"model": model, "data": "digits", "epochs": 2, "global_batch_size": batch}
-    resolved = resolve_here(parse_job({**values, "optimizer": "auto", **changes}))
+    resolved = resolve_here(Job.model_validate({**values, "optimizer": "auto", **changes}))
     names = [section.name for section in resolved.learner.optimizers]
     assert ("Muon" in names) is has_muon
     assert (resolved.note is None) is has_muon
@@ -142,7 +142,7 @@ def test_the_network_decides_the_order_of_optimizers_and_whether_channels_are_no
     model: Any, *, normalizes: bool
 ) -> None:
     values = {"model": model, "data": "digits", "epochs": 2, "global_batch_size": 8}
-    resolved = resolve_here(parse_job(values))
+    resolved = resolve_here(Job.model_validate(values))
     assert isinstance(resolved.policy, HorizonStpt)
     assert resolved.policy.facts.channel_norm is normalizes
     assert resolved.policy.optimizers == resolved.learner.optimizers
@@ -155,7 +155,7 @@ def test_the_network_decides_the_order_of_optimizers_and_whether_channels_are_no
 @pytest.mark.parametrize(("sampler", "counts"), [("random", ()), ("balanced", (90, 10))])
 def test_a_guess_counts_classes_of_unknown_frequency_alike(sampler: str, counts: Any) -> None:
     data = {"name": "digits", "sampler": sampler}
-    job = parse_job({"model": "resnet8", "data": data, "epochs": 1, "global_batch_size": 8})
+    job = Job(model="resnet8", data=data, epochs=1, global_batch_size=8)
     assert guessing_loss(job, 2, counts) == pytest.approx(0.6931, abs=1e-4)
 
 
@@ -180,7 +180,7 @@ def test_muon_in_the_list_has_adamw_for_embeddings_and_without_channel_norm(
     model: Any, aux: dict[str, str]
 ) -> None:
     values = {"model": model, "data": "digits", "epochs": 2, "global_batch_size": 8}
-    resolved = resolve_here(parse_job(values))
+    resolved = resolve_here(Job.model_validate(values))
     [muon] = [section for section in resolved.learner.optimizers if section.name == "Muon"]
     assert muon.args == {"weight_decay": "auto", **aux}
     assert muon.group_lr_multipliers == ({"aux": 0.05} if aux else {})
@@ -198,7 +198,7 @@ def test_a_model_whose_state_is_more_than_tensors_is_refused() -> None:
     values = {"model": with_extra_state, "data": "digits", "epochs": 2, "global_batch_size": 8}
     message = r"model\.name: state_dict\(\) .* 1\._extra_state is a dict.*buffer"
     with pytest.raises(JobError, match=message):
-        try_job(parse_job(values))
+        try_job(Job.model_validate(values))
 
 
 def floats(shape: list[int]) -> Any:
@@ -224,12 +224,12 @@ def test_floats_with_channels_last_are_no_input_of_a_named_network(
     values = {"model": model, "data": data, "epochs": 2, "global_batch_size": 4}
     values |= {"optimizer": "SGD", "learning_rate": {"policy": "schedule"}}
     if not is_refused:
-        assert try_job(parse_job(values))[0].info.sample_shape == shape
+        assert try_job(Job.model_validate(values))[0].info.sample_shape == shape
         return
     with pytest.raises(
         JobError, match=r"data: has samples \[16, 20, .\], which look like channels"
     ):
-        try_job(parse_job(values))
+        try_job(Job.model_validate(values))
 
 
 def test_a_missing_image_folder_is_one_problem(tmp_path: Path) -> None:

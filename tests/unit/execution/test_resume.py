@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_opt.config.load import dump_job, parse_job
+from raytrain_opt.config.load import dump_job
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, StorageError
 from raytrain_opt.execution.resolve import Placement, settle
@@ -34,7 +34,7 @@ def job(storage: object, **changes: Any) -> Job:
         "storage_path": str(storage),
         "resume": "auto",
     }
-    return parse_job({**values, **changes})
+    return Job.model_validate({**values, **changes})
 
 
 def settled(settled_job: Job, batch_size: int = 8) -> Job:
