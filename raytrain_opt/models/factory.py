@@ -110,10 +110,7 @@ def build_model(
         raise JobError(problems)
     with seeded(seed):
         torch.manual_seed(seed)  # also of GPUs, where a user's function may draw
-        try:
-            model = _construct(section, num_classes=num_classes, sample_shape=sample_shape)
-        except NotImplementedError as error:  # torchvision lacks this combination of arguments
-            raise JobError([_rejected(str(section.name), section.args, error)]) from error
+        model = _construct(section, num_classes=num_classes, sample_shape=sample_shape)
     freeze_parameters(model, section.freeze)
     _require_trainable(model, frozen=bool(section.freeze))
     if channels_last and len(sample_shape) == 3:
@@ -171,10 +168,13 @@ def _construct(
     function = BUILTIN_MODELS.get(name) or partial(_build_torchvision, name)
     try:
         model: nn.Module = function(**data_args, **section.args)
-    except (RaytrainOptError, NotImplementedError):
+    except RaytrainOptError:
         raise
     except Exception as error:
-        raise JobError([_rejected(name, section.args, error)]) from error
+        args = section.args
+        path = f"model.args.{next(iter(args))}" if len(args) == 1 else "model.args"
+        rejected = Problem(path, f"{name} rejects it: {error}", repr(args) if args else None)
+        raise JobError([rejected]) from error
     return model
 
 
@@ -209,11 +209,6 @@ def _call_user_function(
         name = getattr(function, "__qualname__", repr(function))
         raise JobError([Problem("model.name", rule, name)])
     return model
-
-
-def _rejected(name: str, args: dict[str, Any], error: Exception) -> Problem:
-    path = f"model.args.{next(iter(args))}" if len(args) == 1 else "model.args"
-    return Problem(path, f"{name} rejects it: {error}", repr(args) if args else None)
 
 
 def _require_trainable(model: nn.Module, *, frozen: bool) -> None:
