@@ -310,16 +310,11 @@ def test_light_commands_import_nothing_heavy(tmp_path: Path) -> None:
     assert imported_by(*([name, "--help"] for name in COMMANDS)) & heavy == set()
 
 
-def test_validate_leaves_ray_alone(job_file: str) -> None:
-    modules = imported_by(["validate", job_file])
-    assert "raytrain_opt.execution.check" in modules
-    assert "ray" not in modules
-
-
-def test_a_job_is_trained_in_process_where_ray_is_not_installed(
+def test_a_job_is_validated_and_trained_in_process_where_ray_is_not_installed(
     job_file: str, tmp_path: Path
 ) -> None:
-    code = "import sys; sys.modules['ray'] = None; from raytrain_opt.cli import main; main()"
+    code = "import sys; sys.modules['ray'] = None; from raytrain_opt.cli import main\n"
+    code += f"main(['validate', {job_file!r}], standalone_mode=False); main()"
     values = ("model=small_cnn", "epochs=1", "global_batch_size=64", f"storage_path={tmp_path}/r")
     settings = [part for value in values for part in ("--set", value)]
     done = python("-c", code, "run", job_file, "--in-process", *settings)

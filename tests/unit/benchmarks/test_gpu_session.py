@@ -58,8 +58,8 @@ def test_what_has_ended_stays_when_the_session_ends(
 
 
 def test_the_parts_run_in_small_form_on_a_cpu(tmp_path: Path) -> None:
-    """All programs of the parts; those left out have one of the others'."""
-    names = ["tests", "lars", "resnet18", "ray", "batch"]
+    """Those left out have one of these programs, or one that is tested by itself."""
+    names = ["lars", "ray", "batch"]
     reports = gpu_session.main(["--small", "--out", str(tmp_path), "--parts", *names])
     assert statuses(reports) == dict.fromkeys(names, "ok")
     assert reports["lars"]["result"]["ours_over_sgd"] > 0

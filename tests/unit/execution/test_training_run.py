@@ -368,7 +368,7 @@ def test_a_run_that_is_killed_in_its_epochs_repeats_no_more_than_an_interval(
     monkeypatch.setattr(in_process, "_REPORT_EVERY_S", 0.0)
     job = uninterrupted.job.model_copy(update={"checkpoint": CheckpointSection(every=every)})
     within = 0
-    for number in [7, *(chance.randrange(6, 20) for _ in range(200))]:
+    for number in [7, *(chance.randrange(6, max(20, 3 * job.epochs)) for _ in range(200))]:
         process = execute(job, tmp_path, never, kill_in=(number, every))
         within += any(saved.steps for saved in read_index(paths_of(tmp_path).checkpoints)[-1:])
         if process.finished:
