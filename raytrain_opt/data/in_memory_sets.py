@@ -11,7 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from raytrain_opt.config.data import ArraysData, ArraySetData
-from raytrain_opt.data.base import DataSource, SourceSplit, channel_axis, digest, layout_note
+from raytrain_opt.data.base import (
+    DataSource,
+    SourceSplit,
+    channel_axis,
+    column_note,
+    digest,
+    layout_note,
+)
 from raytrain_opt.data.sampling import Indices, Purpose, generator
 from raytrain_opt.errors import DataError
 
@@ -130,7 +137,10 @@ def load_arrays(section: ArraysData) -> DatasetArrays:
         (_read_npy(paths[0], f"data.{field}.0"), _read_npy(paths[1], f"data.{field}.1"))
         for field, paths in (("train", section.train), ("test", section.test))
     )
-    return validate_arrays(train, test)
+    arrays = validate_arrays(train, test)
+    if section.normalize == "auto":
+        arrays.notes += column_note(train[0].name, train[0].values)
+    return arrays
 
 
 def _read_npy(path: str, field: str) -> NamedArray:

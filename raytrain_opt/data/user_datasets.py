@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, Subset, TensorDataset
 from raytrain_opt.config.data import DatasetData
 from raytrain_opt.config.load import resolve_function
 from raytrain_opt.config.section import Instance, function_name
-from raytrain_opt.data.base import SourceSplit, channel_axis, digest, layout_note
+from raytrain_opt.data.base import SourceSplit, channel_axis, column_note, digest, layout_note
 from raytrain_opt.data.batch_reader import cause
 from raytrain_opt.data.nesting import leaves, map_leaves
 from raytrain_opt.data.sampling import Indices, Purpose, sample_seed
@@ -42,7 +42,8 @@ class UserDatasetSource(SampleSource):
         for split in self._datasets:
             self._check_dataset(split)
         self.num_classes = self._resolve_num_classes(section.num_classes)
-        names = getattr(_without_subset(self._datasets["train"]), "classes", None)
+        train = _without_subset(self._datasets["train"])
+        names = getattr(train, "classes", None)
         if isinstance(names, Collection) and len(names) == self.num_classes:
             self.class_names = tuple(map(str, names))
         collate = section.collate or getattr(self._datasets["train"], "collate_fn", None)
@@ -51,6 +52,9 @@ class UserDatasetSource(SampleSource):
         self._collate_test = own or self._collate
         self.example = self._probe()
         first, is_batch = next(leaves(self.example)), self._collate is not None
+        if isinstance(train, TensorDataset) and train.tensors[0].is_floating_point():
+            table = train.tensors[0].detach().float().cpu().numpy()
+            self.notes += column_note(self._name, table) if section.normalize == "auto" else ()
         self.sample_shape = tuple(first.shape[1:] if is_batch else first.shape)
         self.is_image = classification and first.dtype == torch.uint8 and not is_batch
         self.labels = self._targets()

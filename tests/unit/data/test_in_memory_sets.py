@@ -120,6 +120,16 @@ def test_the_layout_of_images_is_seen_in_their_shape_and_said(
     assert [note.split(": ", 1)[1] for note in arrays.notes] == [f"{text} (channels {order})"] * 2
 
 
+def test_columns_of_unequal_size_are_named_unless_the_job_normalizes(tmp_path: Path) -> None:
+    x = np.zeros((4, 3)) - [0.01, 0, 2.0]
+    section = save_arrays(tmp_path, train_x=x, test_x=x)
+    [note] = load_arrays(section).notes
+    assert "the columns' largest values are 0.01 to 2: networks" in note
+    normalized = section.model_copy(update={"normalize": ([0.0] * 3, [1.0] * 3)})
+    assert load_arrays(normalized).notes == ()
+    assert load_arrays(save_arrays(tmp_path, train_x=x.clip(-0.9), test_x=x)).notes == ()
+
+
 @pytest.mark.parametrize("y", [Y[:, None], Y.astype(np.uint8)])
 def test_labels_of_any_integer_type_and_with_a_second_axis_are_read(
     tmp_path: Path, y: np.ndarray
