@@ -160,6 +160,8 @@ def restore(
     model.load_state_dict(model_tensors(state))
     optimizer.load_state_dict(optimizer_state_dict(state))
     scaler.load_state_dict(state.scaler)
+    if scaler.is_enabled():  # an update that raised may have left gradients marked as unscaled
+        scaler._per_optimizer_states.clear()
 
 
 def model_tensors(state: TrainingState) -> dict[str, Tensor]:
