@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 
@@ -122,10 +123,7 @@ class TrainingRun:
         self._candidate_pool()
         self._show_phase(action.epoch, f"pre-train {len(action.candidates)} candidates")
         self._in_round = True
-        with (
-            self._epoch.stopwatch.measure("pretrain_s"),
-            self.stop.deferred(self.job.timeouts.stop_s),
-        ):
+        with self._measure("pretrain"), self.stop.deferred(self.job.timeouts.stop_s):
             while (before := self._epoch.begin_round(action)).left and self.stop.error is None:
                 until = self.checkpoints.interval.limit(action.pretrain_steps)
                 after = self._candidates.train(state, before, until=until, is_due=self._must_save)
@@ -149,7 +147,7 @@ class TrainingRun:
             self._write_round(action, decision)
             self.terminal.note(f"epoch {action.epoch}: {decision.reason}")
             return state
-        with self._epoch.stopwatch.measure("take_state_s"):
+        with self._measure("take_state"):
             kept = self._candidates.fetch_state(state, done, winner)
             self.pools.states.keep(kept)
         # Search cost: samples beyond those that remain in the weights, as the winner's steps do.
@@ -193,7 +191,7 @@ class TrainingRun:
             self.pools.workers.grow()
             until = self.checkpoints.interval.limit(len(left.lrs))
             command = MainTrain(state, action.epoch, left, until)
-            with self._epoch.stopwatch.measure("main_train_s"):
+            with self._measure("main_train"):
                 outcome = self.pools.main_training.train(command, is_due=self._must_save)
             self._add_main_training(command, outcome)
             state, left = outcome.state, left.after(outcome.totals.steps)
@@ -219,7 +217,7 @@ class TrainingRun:
     def score(self, state: StateRef, split: Split) -> EvalTotals:
         """Evaluate a split; a signal meanwhile saves the state."""
         try:
-            with self._epoch.stopwatch.measure("evaluate_s"):
+            with self._measure("evaluate"):
                 return self.pools.main_training.evaluate(state, split)
         except KeyboardInterrupt:
             self._save_step(state)
@@ -308,6 +306,9 @@ class TrainingRun:
         self.recorder.close()
 
     # Details of the moves.
+
+    def _measure(self, phase: str) -> AbstractContextManager[None]:
+        return self.event_log.measure(self.progress.next_epoch, phase, self._epoch.stopwatch)
 
     @property
     def _may_start_again(self) -> bool:
@@ -418,7 +419,7 @@ class TrainingRun:
         """Begin to save a state; in place of a ruined one the initial one, which follows it."""
         tensors = self._initial if is_ruined else self.pools.states.get(state)
         assert tensors is not None
-        with self._epoch.stopwatch.measure("checkpoint_wait_s"):
+        with self._measure("checkpoint_wait"):
             self.wait_for_checkpoint()
             states = {} if self._epoch.round is None else self._epoch.round.states
             candidates = {index: self.pools.states.get(ref) for index, ref in states.items()}

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import time
 from typing import TypeVar
 
-from raytrain_opt.clock import monotonic_s, utc_now
+from raytrain_opt.clock import Stopwatch, monotonic_s, utc_now
 from raytrain_opt.errors import RaytrainOptError, RecordError, StorageError, printable
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.recording.reader import REMEDY, parse_lines, read_lines, read_raw_lines
-from raytrain_opt.recording.records import EpochRecord, Event, Record, RoundRecord, ScheduleRecord
+from raytrain_opt.recording.records import (
+    EpochRecord,
+    Event,
+    Phase,
+    Record,
+    RoundRecord,
+    ScheduleRecord,
+)
 from raytrain_opt.storage import append_lines, storage_errors, write_bytes, write_text
 
 _SCALARS = ("lr", "train_loss", "samples_per_s")
@@ -50,7 +57,7 @@ class Recorder:
             self._scalars = EventsWriter(str(paths.tensorboard / "events"))
 
     def add(self, *records: Record) -> None:
-        """Append lines. A resumed run keeps all events: they are its history."""
+        """Append lines. A resumed run keeps all events and phases: they are its history."""
         for record in records:
             self._check_size(record)
             append(self.paths.local, record)
@@ -115,6 +122,7 @@ def check_records(run_dir: Path, rounds: int, epochs: int) -> dict[Path, Sequenc
     kept: dict[Path, Sequence[bytes]] = {}
     counts: dict[type[Record], int | None] = {
         Event: None,
+        Phase: None,
         RoundRecord: rounds,
         EpochRecord: epochs,
         ScheduleRecord: epochs,
@@ -153,6 +161,15 @@ class EventLog:
     def elapsed_s(self) -> float:
         """Return the seconds of the run until now, of all its executions."""
         return monotonic_s() - self._run_start_s
+
+    @contextmanager
+    def measure(self, epoch: int, phase: str, stopwatch: Stopwatch) -> Iterator[None]:
+        """Record the block as a phase of the epoch, and add its duration to a stopwatch."""
+        start_s = self.elapsed_s()
+        with stopwatch.measure(f"{phase}_s"):
+            yield
+        duration_s = self.elapsed_s() - start_s
+        self._recorder.add(Phase(epoch=epoch, phase=phase, start_s=start_s, duration_s=duration_s))
 
     def log(self, kind: str, epoch: int, text: str) -> None:
         """Show an event to the user and record it."""

@@ -190,18 +190,13 @@ class EpochRecord(EpochResult, Record):
     skipped: int = Field(description="Training samples left out because they could not be read.")
     duration_s: float = Field(description="Wall time, with rounds and evaluation.")
     end_s: float = Field(description="End, in seconds of the run without its interruptions.")
-    timings_s: Timings = Field(
-        description=(
-            "Seconds by part, as the driver measured them: `pretrain_s` (candidates), "
-            "`take_state_s` (of the winner), `main_train_s`, `evaluate_s`, `checkpoint_wait_s` "
-            "(for the one before); of the slowest worker: `main_` and the part of its training."
-        )
-    )
+    timings_s: Timings = Field(description="Seconds by part, as the driver measured them.")
     staleness: dict[int, int] | None = Field(
         None,
         description=(
-            "Micro-batch gradients by their staleness, the number of updates between the weights "
-            "that one was computed on and those that it changes; null with `parallel.mode: sync`."
+            "Number of micro-batch gradients by their staleness, the number of updates between "
+            "the weights that one was computed on and those that it changes; null with "
+            "`parallel.mode: sync`."
         ),
     )
 
@@ -312,6 +307,21 @@ class PredictionsRecord(Predictions, Record):
     file = "predictions.json"
     epoch: int = Field(description="Epoch, from 1.")
     class_names: tuple[str, ...] = Field(description="Names of the classes, or their numbers.")
+
+
+class Phase(Record):
+    """One line of timeline.jsonl: a phase of an epoch, as the driver saw it."""
+
+    file = "timeline.jsonl"
+    epoch: int = Field(description="Epoch, from 1.")
+    phase: str = Field(
+        description=(
+            "`pretrain` (candidates), `take_state` (of the winner), `main_train`, `evaluate`, or "
+            "`checkpoint_wait` (for the one before)."
+        )
+    )
+    start_s: float = Field(description="Start, in seconds of the run.")
+    duration_s: float = Field(description="Duration.")
 
 
 class Event(Record):
