@@ -269,9 +269,7 @@ class Learner:
         # An unreadable sample has no gradient; the others must not weigh more for it.
         divisor *= (1 + batch.skipped / batch.size) / batch.relative_size
         scaled = loss if divisor == 1 else loss / divisor
-        self._phase.in_backward = self.parallel.distributed
         self.scaler.scale(scaled).backward()  # type: ignore[no-untyped-call]
-        self._phase.in_backward = False
         return loss.detach().double() * batch.size
 
     def evaluate(

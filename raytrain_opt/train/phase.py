@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.errors import (
-    DivergedError,
     RaytrainOptError,
     UserCodeError,
     is_lost_connection,
@@ -53,7 +52,6 @@ class Phase:
     skipped: int = 0
     data_wait_s: float = 0.0
     started_s: float = field(default_factory=monotonic_s)
-    in_backward: bool = False
     failure: Exception | None = None  # the first that a pass or an update raised (`failed_steps`)
 
     def take_totals(self) -> TrainTotals:
@@ -122,9 +120,6 @@ def failed_steps(
         may_fail = phase.search or _is_ruined(model, error)
         if not (may_fail and _is_failed_step(error)):
             raise
-        if phase.in_backward and not phase.search:  # it is ruined, and need not go on
-            text = f"epoch {phase.epoch}: a backward pass with values that are not finite raised "
-            raise DivergedError(f"{text}{describe(error)}. Lower learning_rate.initial") from error
         phase.failure = phase.failure or error
         for losses in phase.losses[-1:]:
             losses.fill_(math.nan)

@@ -96,6 +96,7 @@ CASES: dict[str, dict[str, Any]] = {
     "state": {"model": Net, "optimizer": {"name": RankSGD}},
     "noise": {"model": Net, "optimizer": {"name": NoisySGD}},
     "nan": {"model": Net, "lr": 1e30},
+    "ruined": {"model": Net, "lr": 1e30, "task": {"name": f"{__name__}:RuinedTask"}},
     "muon": {"model": Net, "optimizer": "Muon", "average": 0.5},
     "schedule-free": {"model": Net, "optimizer": "ScheduleFreeAdamW"},
     "compressed": {"model": Net, "parallel": {"compression": "bf16"}},
@@ -174,6 +175,10 @@ class RaisingTask:
         return {"loss": loss, "accuracy": output.argmax(1) == y}
 
 
+class RuinedTask(RaisingTask):
+    place, failed_pass = "backward", 6
+
+
 class RaisingSGD(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         if RaisingTask.place == "update" and RaisingTask.passes >= RaisingTask.failed_pass:
@@ -233,8 +238,6 @@ def raise_always(world_size: int) -> str:
         train_round(worker, start, plan)
     except ValueError as error:
         return str(error)
-    finally:
-        RaisingTask.place = ""
     return ""
 
 
@@ -271,7 +274,7 @@ def test_weights_that_differ_are_an_error_with_their_names(
 
 @pytest.mark.parametrize("case", [*sorted({*CASES} - {*EXPECTED}), "unlike processors"])
 def test_equal_weights_are_none(ranks: list[dict[str, Any]], case: str) -> None:
-    """Noise of an optimizer is alike; NaN equals NaN; counters become those of rank 0."""
+    """Noise is alike; NaN equals NaN, also where a pass raises; counters become rank 0's."""
     first, second = (results[case] for results in ranks)
     assert first[0] == ""
     assert first == second
