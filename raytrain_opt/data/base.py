@@ -38,7 +38,7 @@ SourceSplit = Literal["train", "test", "final"]
 CHANNELS = (1, 3, 4)
 # Classes that are printed.
 _NAMES = 10
-# Of columns' sizes: there, a regression lost 5 points of R² (benchmarks/results/networks.md).
+# Of the columns' sizes. At this one a regression lost 5 points of R² (benchmarks/RESULTS.md).
 _LARGEST_RATIO = 100
 
 
@@ -324,16 +324,16 @@ def layout_note(name: str, shape: tuple[int, ...], default: int) -> str:
 
 
 def column_note(name: str, table: npt.NDArray[Any]) -> tuple[str, ...]:
-    """Return a line for a table of numbers whose columns differ in size; it costs accuracy."""
-    if table.ndim != 2 or not np.issubdtype(table.dtype, np.floating):
+    """Return a line if columns of a table of floats differ in size, which costs accuracy."""
+    if table.ndim != 2 or not np.issubdtype(table.dtype, np.floating) or not table.size:
         return ()
     sizes = np.maximum(table.max(axis=0), -table.min(axis=0))
     low, high = sizes[sizes > 0].min(initial=np.inf), sizes.max()
     if not high > _LARGEST_RATIO * low:
         return ()
-    rule = "networks learn less from such columns; subtract the mean of each, and divide it by "
-    rule += "its standard deviation"
-    return (f"{name}: the columns' largest values are {low:.3g} to {high:.3g}: {rule}",)
+    rule = "networks learn less from such columns; subtract the mean of each and divide it by its "
+    rule += "deviation, in the data or, for classes, by data.normalize: [[means], [deviations]]"
+    return (f"{name}: the largest absolute values of columns are {low:.3g} to {high:.3g}; {rule}",)
 
 
 def count_classes(

@@ -65,7 +65,7 @@ class CheckpointWriter:
         self._notes: list[str] = []  # on the remote storage, for the user
         self._closing = Event()
         latest = checkpoints.latest
-        self._reached = latest.folder if latest else None
+        self._saved_folder = latest.folder if latest else None
         self.interval = Interval(checkpoints.section)
 
     @property
@@ -102,9 +102,9 @@ class CheckpointWriter:
         """
         self.wait()
         self.interval.restart()
-        if (point := progress.reached).folder == self._reached:
+        if (point := progress.reached).folder == self._saved_folder:
             return
-        self._reached = point.folder
+        self._saved_folder = point.folder
         self._epoch = epoch = point.epoch
 
         def write() -> None:

@@ -50,7 +50,7 @@ class Point:
 
     @property
     def folder(self) -> str:
-        """Name of the folder of its checkpoint; not read from the index: it might be any path."""
+        """Name of its checkpoint's folder; not read from the index, which might name any path."""
         in_round = self.candidates or self.candidate_steps
         parts = (
             ("step", 6, self.steps, self.steps),

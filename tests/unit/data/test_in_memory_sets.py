@@ -25,11 +25,8 @@ def save_arrays(folder: Path, **arrays: np.ndarray) -> ArraysData:
     for name in ("train_x", "train_y", "test_x", "test_y"):
         paths[name] = str(folder / f"{name}.npy")
         np.save(paths[name], arrays.get(name, X if name.endswith("x") else Y))
-    return ArraysData(
-        name="arrays",
-        train=(paths["train_x"], paths["train_y"]),
-        test=(paths["test_x"], paths["test_y"]),
-    )
+    train, test = ((paths[f"{split}_x"], paths[f"{split}_y"]) for split in ("train", "test"))
+    return ArraysData(name="arrays", train=train, test=test)
 
 
 def test_digits_are_split_by_class_and_always_the_same_way() -> None:
@@ -123,8 +120,7 @@ def test_the_layout_of_images_is_seen_in_their_shape_and_said(
 def test_columns_of_unequal_size_are_named_unless_the_job_normalizes(tmp_path: Path) -> None:
     x = np.zeros((4, 3)) - [0.01, 0, 2.0]
     section = save_arrays(tmp_path, train_x=x, test_x=x)
-    [note] = load_arrays(section).notes
-    assert "the columns' largest values are 0.01 to 2: networks" in note
+    assert "values of columns are 0.01 to 2; networks" in load_arrays(section).notes[0]
     normalized = section.model_copy(update={"normalize": ([0.0] * 3, [1.0] * 3)})
     assert load_arrays(normalized).notes == ()
     assert load_arrays(save_arrays(tmp_path, train_x=x.clip(-0.9), test_x=x)).notes == ()

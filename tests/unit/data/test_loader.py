@@ -586,12 +586,11 @@ def only_batch(section: DatasetData, channels_last: bool = True) -> Batch:
 
 
 def test_a_part_of_a_tensor_dataset_tells_its_classes_and_columns_of_unequal_size() -> None:
-    x = torch.tensor([[0.5, -900.0]]).repeat(9, 1)
-    table = TensorDataset(x, torch.arange(9, dtype=torch.int8) % 3)
+    table = TensorDataset(torch.tensor([[0.5, -900.0]] * 9), torch.arange(9, dtype=torch.int8) % 3)
     parts = random_split(table, [6, 3])
     with open_section(dataset_section(lambda: parts, num_classes=None)) as data:
         assert data.info.num_classes == 3
-        assert "values are 0.5 to 900" in "".join(data.info.notes)
+        assert "columns are 0.5 to 900" in "".join(data.info.notes)
 
 
 @pytest.mark.parametrize("values", [Fixed((torch.zeros(2), 0)), TensorDataset(torch.zeros(2, 1))])
