@@ -35,6 +35,9 @@ _LOCAL_ENVIRONMENT = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     # Ray Tune sets it in its actors, which can be forks only where all processes have it.
     "PL_DISABLE_FORK": "1",
+    # The driver would wait for Ray's first processes without a limit, also where Ray has given
+    # them up, because the fork server of a busy machine took more than a minute to import.
+    "RAY_prestart_worker_first_driver": "0",
     # Ray's 15 leaves a training beside two busy programs a few percent of the cores.
     "RAY_worker_niceness": "0",
     # Gradients stay on this machine: no other machine can connect.

@@ -1,6 +1,6 @@
 """Processes that the fork server starts: what they have, what they share, and when there are none.
 
-No Ray: the program that a fork runs stands in for Ray's.
+No Ray but in the last test: the program that a fork runs stands in for Ray's.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import pytest
 
 from raytrain_opt.cluster import fork_client
 from raytrain_opt.cluster.fork_server import fork_server
+
+pytestmark = pytest.mark.timeout(240)
 
 REPORT = """
 import json, numpy, os, random, sys, tempfile
@@ -62,32 +64,17 @@ def start(variables: dict[str, str], program: Path, **env_vars: str) -> Any:
     return report
 
 
-@pytest.mark.timeout(240)
-def test_a_fork_is_the_process_that_was_asked_for(
-    variables: dict[str, str], program: Path
-) -> None:
-    report = start(variables, program, RAY_A="1")
+def test_a_fork_is_what_was_asked_for(variables: dict[str, str], program: Path) -> None:
+    report, other = (start(variables, program, RAY_A="1") for _ in range(2))
+    assert not {*report["drawn"]} & {*other["drawn"]}
     assert report["parent"] != os.getpid()
     assert report["loaded"] == ["torch"], "Ray reads settings of its process when it is imported"
-    assert report["arguments"] == [str(program), "--node-id=1"]
     assert report["directory"] == report["folder"] == str(program.parent)
-    assert report["variable"] == "1"
+    assert (report["variable"], report["arguments"]) == ("1", [str(program), "--node-id=1"])
     assert report["niceness"] == min(19, os.nice(0) + 15)
-
-
-@pytest.mark.timeout(240)
-def test_forks_draw_different_random_numbers(variables: dict[str, str], program: Path) -> None:
-    first, second = (start(variables, program)["drawn"] for _ in range(2))
-    assert first[0] != second[0]
-    assert first[1] != second[1]
-
-
-@pytest.mark.timeout(240)
-def test_other_variables_need_a_new_process(variables: dict[str, str], program: Path) -> None:
     assert start(variables, program, OMP_NUM_THREADS="7") == "as Ray does"
 
 
-@pytest.mark.timeout(240)
 def test_processes_start_without_a_server_that_was_killed(program: Path) -> None:
     others = psutil.Process().children()
     with fork_server() as variables:
@@ -97,7 +84,6 @@ def test_processes_start_without_a_server_that_was_killed(program: Path) -> None
         assert start(variables, program) == "as Ray does"
 
 
-@pytest.mark.timeout(240)
 def test_the_server_ends_with_the_block_and_with_its_driver() -> None:
     others = psutil.Process().children()
     with fork_server() as variables:
@@ -124,6 +110,21 @@ def test_a_user_can_do_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv(fork_client.SOCKET_VARIABLE, "0")
     with fork_server() as variables:
         assert variables == {}
+
+
+def test_ray_starts_before_the_server_is_ready(tmp_path: Path) -> None:
+    """Ray starts no others in place of its first processes, which the driver would wait for."""
+    program = """
+import contextlib, socket, sys
+from raytrain_opt.cluster import connection, fork_client
+from raytrain_opt.pools.launcher import environment
+listener = socket.create_server(sys.argv[1], family=socket.AF_UNIX)
+connection.fork_server = lambda: contextlib.nullcontext({fork_client.SOCKET_VARIABLE: sys.argv[1]})
+with connection.ray_session(None, verbose=False, environment=environment(local=True, start_s=9)):
+    print("connected")
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "socket")]
+    assert subprocess.check_output(command, timeout=120) == b"connected\n"
 
 
 def _server(others: list[psutil.Process], pid: int | None = None) -> psutil.Process:

@@ -50,7 +50,7 @@ def local_ray(environment: None) -> Iterator[Cluster]:
         "num_cpus": 2,
         "include_dashboard": False,
         "object_store_memory": 512 * 1024**2,
-        "_system_config": {"health_check_period_ms": 1000},
+        "_system_config": {"health_check_period_ms": 1000, "prestart_worker_first_driver": False},
     }
     with ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch, start_processes_with(fork_client.__file__):
