@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import subprocess
@@ -167,7 +168,8 @@ class Session:
                 start_new_session=True,
             )
             try:
-                code = process.wait(min(rest_s, 120 * part.minutes))
+                limit_s = math.inf if self._args.small else 120 * part.minutes  # of a GPU
+                code = process.wait(min(rest_s, limit_s))
                 status = "ok" if code == 0 else "failed"
             except subprocess.TimeoutExpired:
                 status = "timeout"

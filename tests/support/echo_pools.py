@@ -81,7 +81,7 @@ def echo_pools(
     worker_environment: Mapping[str, str] | None = None,
     faults: Sequence[dict[str, Any]] = (),
     max_restarts: int = 3,
-    no_progress_s: float = 120,
+    no_progress_s: float = 300,
 ) -> Iterator[EchoPools]:
     """Start pools of these sizes and end them as a run does. `faults`: `tests.support.faults`."""
     small = {"CPU": 0.2}  # so that several pools fit on the Ray of the tests
