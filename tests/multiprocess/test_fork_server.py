@@ -1,7 +1,4 @@
-"""Processes that the fork server starts: what they have, what they share, and when there are none.
-
-No Ray but in the last test: the program that a fork runs stands in for Ray's.
-"""
+"""Processes that the fork server starts; a program stands in for Ray's but in the last test."""
 
 from __future__ import annotations
 
@@ -24,11 +21,12 @@ from raytrain_opt.cluster.fork_server import fork_server
 pytestmark = pytest.mark.timeout(240)
 
 REPORT = """
-import json, numpy, os, random, sys, tempfile
+import gc, json, numpy, os, random, sys, tempfile
 loaded = [name for name in ("torch", "ray") if name in sys.modules]
 report = {"arguments": sys.argv, "parent": os.getppid(), "group": os.getpgrp(), "loaded": loaded,
-          "directory": os.getcwd(), "variable": os.environ.get("RAY_A"), "niceness": os.nice(0)}
-report |= {"folder": tempfile.gettempdir(), "drawn": [numpy.random.rand(), random.random()]}
+          "directory": os.getcwd(), "variable": os.environ.get("RAY_A"), "niceness": os.nice(0),
+          "folder": tempfile.gettempdir(), "collects": gc.isenabled(),
+          "drawn": [numpy.random.rand(), random.random()]}
 print(json.dumps(report))
 """
 
@@ -68,10 +66,10 @@ def test_a_fork_is_what_was_asked_for(variables: dict[str, str], program: Path) 
     report, other = (start(variables, program, RAY_A="1") for _ in range(2))
     assert not {*report["drawn"]} & {*other["drawn"]}
     assert report["parent"] != os.getpid()
-    assert report["loaded"] == ["torch"], "Ray reads settings of its process when it is imported"
+    assert report["loaded"] == ["torch"], "Ray's imports draw identities, which forks would share"
     assert report["directory"] == report["folder"] == str(program.parent)
     assert (report["variable"], report["arguments"]) == ("1", [str(program), "--node-id=1"])
-    assert report["niceness"] == min(19, os.nice(0) + 15)
+    assert (report["niceness"], report["collects"]) == (min(19, os.nice(0) + 15), True)
     assert start(variables, program, OMP_NUM_THREADS="7") == "as Ray does"
 
 
