@@ -40,6 +40,10 @@ CHANNELS = (1, 3, 4)
 _NAMES = 10
 # Of the columns' sizes. At this one a regression lost 5 points of R² (benchmarks/RESULTS.md).
 _LARGEST_RATIO = 100
+# A regression loses 1 to 3 points of R² where means are this many deviations from 0. Deviations of
+# constants are rounding errors, this part of their size.
+_FARTHEST, _CONSTANT = 2, 1e-6
+_LOOKED_AT = 100_000  # rows of a table, of which a note is made
 
 
 @dataclass(frozen=True, eq=False)
@@ -324,16 +328,31 @@ def layout_note(name: str, shape: tuple[int, ...], default: int) -> str:
 
 
 def column_note(name: str, table: npt.NDArray[Any]) -> tuple[str, ...]:
-    """Return a line if columns of a table of floats differ in size, which costs accuracy."""
-    if table.ndim != 2 or not np.issubdtype(table.dtype, np.floating) or not table.size:
+    """Return a line if columns of floats are far from 0 or of unequal size: both cost accuracy.
+
+    0/1 columns may be far, as they are flags or classes; constants, too.
+    """
+    if table.ndim > 2 or not np.issubdtype(table.dtype, np.floating) or not table.size:
         return ()
-    sizes = np.maximum(table.max(axis=0), -table.min(axis=0))
-    low, high = sizes[sizes > 0].min(initial=np.inf), sizes.max()
-    if not high > _LARGEST_RATIO * low:
+    rows = table[:: 1 + len(table) // _LOOKED_AT]
+    columns, findings = rows.reshape(len(rows), -1).astype(np.float64), []
+    with np.errstate(invalid="ignore"):  # of values that are not finite, which decide nothing
+        sizes, means = np.abs(columns).max(axis=0), columns.mean(axis=0)
+        low, high = sizes[sizes > 0].min(initial=np.inf), sizes.max()
+        is_flag = (columns**2).mean(axis=0) == means
+        deviations = columns.std(axis=0)
+        is_far = (np.abs(means) > _FARTHEST * deviations) & (deviations > _CONSTANT * sizes)
+    if high > _LARGEST_RATIO * low:
+        findings = [f"the largest absolute values of columns are {low:.3g} to {high:.3g}"]
+    if far := (is_far & ~is_flag).sum():
+        number = f"the means of {far} of {len(means)} columns"
+        findings.append(f"{number} are more than {_FARTHEST} deviations from 0")
+    if not findings:
         return ()
-    rule = "networks learn less from such columns; subtract the mean of each and divide it by its "
-    rule += "deviation, in the data or, for classes, by data.normalize: [[means], [deviations]]"
-    return (f"{name}: the largest absolute values of columns are {low:.3g} to {high:.3g}; {rule}",)
+    rule = "networks learn less from such inputs and targets; subtract the mean of each column "
+    rule += "and divide it by its deviation, in the data or, for an input with classes, by "
+    rule += "data.normalize: [[means], [deviations]]"
+    return (f"{name}: {' and '.join(findings)}; {rule}",)
 
 
 def count_classes(

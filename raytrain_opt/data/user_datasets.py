@@ -55,10 +55,11 @@ class UserDatasetSource(SampleSource):
         self.sample_shape = tuple(first.shape[1:] if is_batch else first.shape)
         self.is_image = classification and first.dtype == torch.uint8 and not is_batch
         # Others may normalize what they return.
-        is_given = type(train) is TensorDataset and not is_batch and section.normalize == "auto"
-        if is_given and first.ndim == 1 and train.tensors[0].is_floating_point():
-            table = train.tensors[0].detach().float().cpu().numpy()
-            self.notes += column_note(self._name, table)
+        if type(train) is TensorDataset and not is_batch and section.normalize == "auto":
+            for i, tensor in enumerate(train.tensors):
+                if tensor.is_floating_point() and tensor.ndim <= 2 and not tensor.is_sparse:
+                    table = tensor.detach().float().cpu().numpy()
+                    self.notes += column_note(f"{self._name}, tensor {i}", table)
         self.labels = self._targets()
         self._expected = _describe(self.example)
         if section.group_by_length is not None:

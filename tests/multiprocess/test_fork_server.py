@@ -22,11 +22,10 @@ pytestmark = pytest.mark.timeout(240)
 
 REPORT = """
 import gc, json, numpy, os, random, sys, tempfile
-loaded = [name for name in ("torch", "ray") if name in sys.modules]
-report = {"arguments": sys.argv, "parent": os.getppid(), "group": os.getpgrp(), "loaded": loaded,
+report = {"arguments": sys.argv, "parent": os.getppid(), "group": os.getpgrp(),
+          "loaded": [n for n in ("torch", "ray") if n in sys.modules], "collects": gc.isenabled(),
           "directory": os.getcwd(), "variable": os.environ.get("RAY_A"), "niceness": os.nice(0),
-          "folder": tempfile.gettempdir(), "collects": gc.isenabled(),
-          "drawn": [numpy.random.rand(), random.random()]}
+          "folder": tempfile.gettempdir(), "drawn": [numpy.random.rand(), random.random()]}
 print(json.dumps(report))
 """
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from raytrain_opt.config.data import ArraysData, ArraySetData
+from raytrain_opt.data.base import column_note
 from raytrain_opt.data.in_memory_sets import load_array_set, load_arrays
 from raytrain_opt.errors import DataError
 
@@ -117,13 +118,15 @@ def test_the_layout_of_images_is_seen_in_their_shape_and_said(
     assert [note.split(": ", 1)[1] for note in arrays.notes] == [f"{text} (channels {order})"] * 2
 
 
-def test_columns_of_unequal_size_are_named_unless_the_job_normalizes(tmp_path: Path) -> None:
+def test_columns_to_standardize_are_named_unless_the_job_normalizes(tmp_path: Path) -> None:
     x = np.zeros((4, 3)) - [0.01, 0, 2.0]
     section = save_arrays(tmp_path, train_x=x, test_x=x)
     assert "values of columns are 0.01 to 2; networks" in load_arrays(section).notes[0]
     normalized = section.model_copy(update={"normalize": ([0.0] * 3, [1.0] * 3)})
     assert load_arrays(normalized).notes == ()
     assert load_arrays(save_arrays(tmp_path, train_x=x.clip(-0.9), test_x=x)).notes == ()
+    spread_flag_constant_far = np.array([[-1, 0, 7, 1], *[[1, 1, 7, 2.9]] * 9])
+    assert "x: the means of 1 of 4 columns" in column_note("x", spread_flag_constant_far)[0]
 
 
 @pytest.mark.parametrize("y", [Y[:, None], Y.astype(np.uint8)])
