@@ -263,15 +263,17 @@ def dump_command(value: object) -> bytes:
     return content
 
 
-def without_cleaner(trainer: DataParallelTrainer) -> DataParallelTrainer:
-    """Return the trainer; its `fit` does not start Ray Train's cleaner of placement groups.
+def without_idle_actors(trainer: DataParallelTrainer) -> DataParallelTrainer:
+    """Return the trainer; its `fit` starts no cleaner of placement groups and no manager of data.
 
-    The cleaner is a detached actor, which outlives a run that is ended, and needs the API server.
-    `cluster.actor_tree` removes the groups. Should Ray rename the method, the cleaner starts.
+    Ray Train's cleaner is a detached actor, which outlives a run that is ended, and needs the API
+    server; `cluster.actor_tree` removes the groups. Its manager serves Datasets of Ray Data, of
+    which we give it none. Should Ray rename the method, both start.
     """
+    idle = ("PlacementGroupCleanerCallback", "DatasetsCallback")
     if (create := getattr(trainer, "_create_default_callbacks", None)) is not None:
         replaced: Any = trainer
         replaced._create_default_callbacks = lambda: [
-            c for c in create() if type(c).__name__ != "PlacementGroupCleanerCallback"
+            callback for callback in create() if type(callback).__name__ not in idle
         ]
     return trainer

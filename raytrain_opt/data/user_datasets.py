@@ -13,7 +13,14 @@ from torch.utils.data import IterableDataset, Subset, TensorDataset
 from raytrain_opt.config.data import DatasetData
 from raytrain_opt.config.load import resolve_function
 from raytrain_opt.config.section import Instance, function_name
-from raytrain_opt.data.base import SourceSplit, channel_axis, column_note, digest, layout_note
+from raytrain_opt.data.base import (
+    SourceSplit,
+    channel_axis,
+    column_note,
+    digest,
+    layout_note,
+    spread,
+)
 from raytrain_opt.data.batch_reader import cause
 from raytrain_opt.data.nesting import leaves, map_leaves
 from raytrain_opt.data.sampling import Indices, Purpose, sample_seed
@@ -21,8 +28,9 @@ from raytrain_opt.data.source import Sample, SampleSource
 from raytrain_opt.errors import DataError
 from raytrain_opt.random_state import seeded
 
+_COMPARED = 16  # samples of a TensorDataset
 # Types of x that a network gets as they are; all others become float32.
-_KEPT = (torch.float32, torch.int8, torch.int16, torch.int32, torch.int64)
+KEPT = (torch.float32, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class UserDatasetSource(SampleSource):
@@ -35,6 +43,7 @@ class UserDatasetSource(SampleSource):
     """
 
     field = "data.name"
+    labels: Indices | None = None  # until a sample was read
 
     def __init__(self, section: DatasetData, seed: int, *, classification: bool = True) -> None:
         self.has_pairs, self._name = classification, function_name(section.name)
@@ -78,9 +87,20 @@ class UserDatasetSource(SampleSource):
         return labels.astype(np.int64) if self.has_pairs and is_class.all() else None
 
     def digest(self) -> str:
-        """Return a digest of the labels, where they are known, and of the form of a sample."""
-        labels = () if self.labels is None else (self.labels.data,)
-        return digest([self._expected.encode(), *labels])
+        """Return a digest of labels, parts and tensors, where known, and of a sample's form."""
+        parts = [self._expected.encode()]
+        if self.labels is not None:
+            parts.append(self.labels.tobytes())
+        for dataset in self._datasets.values():
+            while isinstance(dataset, Subset):
+                parts.append(np.asarray(dataset.indices, np.int64).tobytes())
+                dataset = dataset.dataset
+            if type(dataset) is TensorDataset:
+                rows = list(spread(len(dataset), _COMPARED))
+                for tensor in dataset.tensors:
+                    dense = tensor[rows].detach().cpu().to_dense().contiguous()
+                    parts.append(dense.view(torch.uint8).numpy().tobytes())
+        return digest(parts)
 
     def size(self, split: SourceSplit) -> int:
         """Return the number of samples."""
@@ -196,7 +216,7 @@ class UserDatasetSource(SampleSource):
             axis = channel_axis(tuple(x.shape), default=0)
             self.notes = self.notes or (layout_note(self._name, tuple(x.shape), 0),)
             x = x if axis == 0 else x.permute(2, 0, 1)
-        is_kept = x.dtype in _KEPT or (x.dtype == torch.uint8 and x.ndim == 3)
+        is_kept = x.dtype in KEPT or (x.dtype == torch.uint8 and x.ndim == 3)
         x = x.detach() if is_kept else x.detach().float()
         return x, self._class_index(split, index, label)
 
@@ -229,6 +249,10 @@ class UserDatasetSource(SampleSource):
             rule = f"its label is {label!r} ({type(label).__name__}); it must be an integer below "
             rule += f"{self.num_classes} (data.num_classes), or the job needs a task"
             raise self._error(split, index, rule)
+        if split == "train" and self.labels is not None and number != self.labels[index]:
+            rule = f"its label is {number}, but `targets` of the Dataset say {self.labels[index]}"
+            hint = "make them equal, or wrap it in a Dataset without `targets`"
+            raise self._error(split, index, f"{rule}; {hint}")
         return number
 
     def _error(self, split: SourceSplit, index: int, rule: str) -> DataError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, default_collate
 
 from raytrain_opt.config.schema import Job
 from raytrain_opt.config.updates import OptimizerChoiceSection
@@ -148,6 +148,13 @@ def _job(
     if loader.batch_size is None:
         rule = "must have a batch_size, and no batch sampler of your own"
         raise JobError([Problem("loader", rule)], "find_optimizer")
+    sampler: Any = loader.sampler
+    dataset = loader.dataset
+    is_usual = isinstance(sampler, RandomSampler | SequentialSampler)
+    if isinstance(dataset, Sized) and not (is_usual and len(sampler) == len(dataset)):
+        rule = f"has a {type(sampler).__name__}, but the search draws each sample once per epoch"
+        hint = "give a loader with shuffle=True, of a Subset to leave samples out"
+        raise JobError([Problem("loader", rule, None, hint)], "find_optimizer")
     on_gpu = next(model.parameters()).device.type != "cpu"
     values = {
         "model": copy.deepcopy(model).cpu(),

@@ -96,7 +96,7 @@ def resolve(job: Job, facts: Facts, placement: Placement, global_batch_size: int
         classifies=job.task.is_classification,
     )
     policy = build_policy(chosen, length, steps, task)
-    learner = replace(learner, optimizers=chosen.optimizers)
+    learner = replace(learner, optimizers=chosen.optimizers, data_digest=facts.info.digest)
     return Resolved(job, facts.info, learner, length, steps, policy, note)
 
 

@@ -55,7 +55,7 @@ def open_training_run(
 ) -> Iterator[TrainingRun]:
     """Yield a run that writes its records, and why it ended."""
     job, paths, checkpoints = resolved.job, workspace.paths, workspace.checkpoints
-    checkpoints.metadata = model_metadata(job.model, job.task, resolved.info)
+    checkpoints.metadata = model_metadata(job.model, job.task, resolved.info, job.seed)
     recorder = Recorder(paths)
     event_log = EventLog(recorder, workspace.terminal.note, workspace.startup.began_s)
     writer = CheckpointWriter(checkpoints, paths, event_log, job.timeouts.no_progress_s)

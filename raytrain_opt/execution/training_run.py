@@ -410,7 +410,7 @@ class TrainingRun:
             f"epoch {epoch}: the {split} loss is {loss} at learning rates "
             f"{min(lrs, default=0):.4g} to {max(lrs, default=0):.4g}"
             f"{failure and f', and the network raised {failure}'}; {kept} in "
-            f"{self.paths.shown}. {advice}"
+            f"{self.paths.shown}. {advice} NaN in the data has the same effect."
         )
 
     def _save(

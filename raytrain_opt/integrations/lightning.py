@@ -116,6 +116,8 @@ class LightningTask:
         """Return the logged metrics of all samples."""
         result: dict[str, Any] = {}
         for name, values in outputs.items():
+            if name == "loss":
+                continue
             if isinstance(values, Tensor):
                 result[name] = values.double().mean()
                 continue
@@ -132,13 +134,22 @@ class Network:
 
     modules: Callable[[], Iterator[nn.Module]]
 
+    @property
+    def current_epoch(self) -> int:
+        """Unknown here, where Lightning would return 0 without a Trainer. Raises DataError."""
+        rule = "uses current_epoch or global_step, of which a candidate's short schedule has none"
+        raise DataError("task", f"{type(self).__name__} {rule}; count steps in a buffer")
+
+    global_step = current_epoch
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call a step, if the first argument names one, else the module's own forward."""
         if not args or not isinstance(args[0], str) or args[0] not in _STEPS:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         name, batch = args
         step = getattr(self, name)
-        index = (0,) if "batch_idx" in inspect.signature(step).parameters else ()
+        spec = inspect.getfullargspec(step)
+        index = (0,) if spec.varargs or len(spec.args) > 2 else ()  # as in Lightning's Trainer
         self.logged: tuple[dict[str, Any], dict[int, list[Any]]] = {}, {}
         metrics = [m for m in self.modules() if hasattr(m, "compute") and hasattr(m, "update")]
         for metric in metrics:

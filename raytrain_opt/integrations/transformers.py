@@ -49,7 +49,7 @@ def from_model(
     """
     from transformers import default_data_collator
 
-    names = {*inspect.signature(model.forward).parameters, *_LABELS}
+    names = dict.fromkeys((*inspect.signature(model.forward).parameters, *_LABELS))
     collate = collator or default_data_collator
 
     def columns(samples: list[Any]) -> Any:
@@ -110,7 +110,9 @@ class TransformersTask:
             arrays = [_stack(outputs[n]).numpy() for n in outputs if n.startswith(side)]
             sides[side] = arrays[0] if len(arrays) == 1 else tuple(arrays)
         metrics = self.compute_metrics(EvalPrediction(**sides))
-        return {name.removeprefix("eval_"): value for name, value in metrics.items()}
+        # As in the Trainer, the loss is the mean over the samples.
+        names = {name.removeprefix("eval_"): value for name, value in metrics.items()}
+        return {name: value for name, value in names.items() if name != "loss"}
 
 
 def _loss(output: Any, content: Mapping[str, Any]) -> Tensor:

@@ -14,7 +14,7 @@ from ray.train import FailureConfig, PreemptionError, RunConfig, ScalingConfig, 
 from ray.tune.progress_reporter import TrialProgressCallback
 
 from raytrain_opt.cluster.connection import count_placeable
-from raytrain_opt.cluster.ray_private import without_cleaner
+from raytrain_opt.cluster.ray_private import without_idle_actors
 from raytrain_opt.pools.commands import SLOT_POOL, WORKER_POOL
 from raytrain_opt.pools.programs import ResidentConfig
 from raytrain_opt.pools.resident import serve
@@ -78,7 +78,7 @@ def _fit(
             failure_config=failures,
         ),
     )
-    without_cleaner(training).fit()
+    without_idle_actors(training).fit()
 
 
 def _worker_main(arguments: dict[str, Any]) -> None:

@@ -232,12 +232,15 @@ def all_diverged(
     epoch: int, rates: Iterable[float], tried: Iterable[CandidateResult]
 ) -> DivergedError:
     """Return the error of an epoch none of whose candidates had a finite loss."""
+    tried = tuple(tried)
     failures = [result.failure for result in tried if result.failure]
+    finite = [r for r in tried if r.status != "lost" and is_finite(r.train_loss, r.val_loss)]
+    what = f"metric {finite[-1].metric.name}" if finite else "loss"
     failure = f" The last exception: {failures[-1]}" if failures else ""
     return DivergedError(
-        f"epoch {epoch}: the loss of every candidate was not finite, at each of these learning "
-        f"rates: {', '.join(f'{lr:.3g}' for lr in rates)}. Likely causes: data or a loss that is "
-        f"not finite, or a learning_rate.initial far too large.{failure}"
+        f"epoch {epoch}: the {what} of every candidate was not finite, at each of these learning "
+        f"rates: {', '.join(f'{lr:.3g}' for lr in rates)}. Likely causes: data or a {what} that "
+        f"is not finite, or a learning_rate.initial far too large.{failure}"
     )
 
 

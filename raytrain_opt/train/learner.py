@@ -20,6 +20,7 @@ from raytrain_opt.config.updates import ParallelSection
 from raytrain_opt.data import TrainingData, open_data
 from raytrain_opt.data.base import Batch, DataInfo, no_op
 from raytrain_opt.data.factory import SharedData
+from raytrain_opt.errors import DataError
 from raytrain_opt.optim import averaging
 from raytrain_opt.optim.epoch_steps import ramp_factor
 from raytrain_opt.optim.factory import build_optimizer
@@ -76,6 +77,11 @@ class Learner:
             channels_last=config.channels_last,
             classification=config.task.is_classification,
         )
+        own_digest = config.data_digest if shared is None else None
+        if own_digest is not None and own_digest != self.data.source.digest():
+            rule = f"{config.data.name} returns other samples in this process than in the driver; "
+            rule += "it must return the same each time: give its random generators a fixed seed"
+            raise DataError("data.name", rule)
         with seeded(derive_seed(config.seed, "task"), device):
             self.task = build_task(config.task, config.loss, self.info, device)
         self.model = config.build_model(self.info).to(device)

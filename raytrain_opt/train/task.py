@@ -185,6 +185,9 @@ def aggregate(task: Any, parts: Sequence[Mapping[str, list[Any]]]) -> dict[str, 
         raise
     except Exception as error:
         raise DataError("task", f"aggregate raised {cause(error)}") from error
+    if "loss" in metrics:
+        rule = "aggregate must not return loss, which is the mean over the samples"
+        raise DataError("task", f"{rule}; give its own another name")
     if (name := metric_of(task).name) not in ("loss", *metrics):
         raise DataError("task", f"aggregate must return the metric {name}, not {list(metrics)}")
     return metrics

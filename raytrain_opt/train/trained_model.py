@@ -20,6 +20,7 @@ from raytrain_opt.config.schema import CheckpointSection, ModelSection, TaskSect
 from raytrain_opt.config.section import is_function_name, is_instance
 from raytrain_opt.data.base import DataInfo
 from raytrain_opt.data.transforms import Preprocessing, make_transform
+from raytrain_opt.data.user_datasets import KEPT
 from raytrain_opt.errors import CheckpointError, DataError, JobError, Problem
 from raytrain_opt.models import build_model
 from raytrain_opt.paths import RunPaths, readable
@@ -48,17 +49,20 @@ class ModelDescription:
     class_names: tuple[str, ...]
     preprocessing: Preprocessing
     task: TaskSection = TaskSection()
+    seed: int = 0  # with which the network was built
 
 
 _DESCRIPTION = TypeAdapter(ModelDescription)
 
 
-def model_metadata(model: ModelSection, task: TaskSection, info: DataInfo) -> dict[str, str]:
+def model_metadata(
+    model: ModelSection, task: TaskSection, info: DataInfo, seed: int = 0
+) -> dict[str, str]:
     """Return the metadata of the weights of a network trained on such data."""
     assert info.preprocessing is not None  # of all data that are read
     network = model.model_copy(update={"weights": None, "freeze": []})
     description = ModelDescription(
-        network, info.sample_shape, info.class_labels, info.preprocessing, task
+        network, info.sample_shape, info.class_labels, info.preprocessing, task, seed
     )
     return {_KEY: _DESCRIPTION.dump_json(description).decode()}
 
@@ -136,7 +140,7 @@ class TrainedModel(ModelDescription):
                 rule += "batches of your own collate function go to classify(x)"
                 raise DataError("samples", rule)
         batch = torch.from_numpy(np.stack(arrays)).to(self.device)
-        if batch.is_floating_point():
+        if not is_image and batch.dtype not in KEPT:
             batch = batch.float()
         return make_transform(self.preprocessing, self.sample_shape, self.device, False)(batch)
 
@@ -204,7 +208,7 @@ def load_model(
         description.model,
         num_classes=len(description.class_names),
         sample_shape=description.sample_shape,
-        seed=0,
+        seed=description.seed,
     )
     try:
         network.load_state_dict(read_weights(saved.folder))

@@ -1,8 +1,4 @@
-"""Batch-size probes on a GPU: times of the device, memory that runs out, nothing left behind.
-
-make test-gpu      or, in an environment with torch and without Ray:
-python -m pytest -m gpu tests/gpu
-"""
+"""Batch-size probes on a GPU: times of the device, memory that runs out, nothing left behind."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""LARS on a GPU: the formula, few kernels, no waits. No Ray.
-
-make test-gpu      or, in an environment with torch and without Ray:
-python -m pytest -m gpu tests/gpu
-"""
+"""LARS on a GPU: the formula, few kernels, no waits. No Ray."""
 
 from __future__ import annotations
 

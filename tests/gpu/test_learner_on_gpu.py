@@ -1,8 +1,4 @@
-"""One process on a GPU: training, moving the state, the data kept on the device. No Ray.
-
-make test-gpu      or, in an environment with torch and without Ray:
-python -m pytest -m gpu tests/gpu
-"""
+"""One process on a GPU: training, moving the state, the data kept on the device. No Ray."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Muon on a GPU: bfloat16 against float32, torch's own Muon, no waits, NCCL. No Ray.
-
-make test-gpu      or, in an environment with torch and without Ray:
-python -m pytest -m gpu tests/gpu
-"""
+"""Muon on a GPU: bfloat16 against float32, torch's own Muon, no waits, NCCL. No Ray."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""NVML against CUDA: the same device, and its load. No Ray.
-
-make test-gpu      or, in an environment with torch and without Ray:
-python -m pytest -m gpu tests/gpu
-"""
+"""NVML against CUDA: the same device, and its load. No Ray."""
 
 from __future__ import annotations
 

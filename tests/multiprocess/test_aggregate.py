@@ -185,6 +185,7 @@ class Wrong(OneDigit):
         ),
         (Wrong({"auc": 0.5}), r"aggregate must return the metric f1, not \['auc'\]"),
         (Wrong([0.5]), "aggregate raised AttributeError"),
+        (Wrong({"f1": 0.5, "loss": 0.1}), "aggregate must not return loss, which is the mean"),
         (Wrong(wrong="cut"), "one value per sample; for 2 samples preds is a tensor of shape .1."),
     ],
 )

@@ -1,7 +1,4 @@
-"""Two processes with DDP over gloo, against one process that computes both micro-batches.
-
-All phases run once; the tests read the results.
-"""
+"""Two processes with DDP over gloo, against one that computes both micro-batches; all run once."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Resident pools on a real Ray whose residents compute nothing (`tests.support.echo`).
-
-The driver's side, mailbox, launcher, Ray Train and Ray Tune are those of a run.
-"""
+"""Pools on a real Ray, all parts as in a run, but the residents compute nothing (`echo`)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A small job for tests that run jobs, readers of its records, and a user's model functions.
-
-The tests and the Ray processes that they start can import this module.
-"""
+"""A small job for tests that run jobs, readers of its records, and a user's model functions."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from raytrain_opt.cluster.actor_tree import ActorTree, end_actor_tree
-from raytrain_opt.cluster.ray_private import without_cleaner
+from raytrain_opt.cluster.ray_private import without_idle_actors
 from tests.support.ray_leftovers import placement_groups
 
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(900)]
@@ -49,7 +49,7 @@ class Launcher:
                 failure_config=FailureConfig(max_failures=-1),
             ),
         )
-        without_cleaner(trainer).fit()
+        without_idle_actors(trainer).fit()
 
 
 def fail() -> None:

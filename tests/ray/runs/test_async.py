@@ -1,7 +1,4 @@
-"""Asynchronous training on a real local Ray.
-
-With staleness it is tested in threads (tests/unit/async_training).
-"""
+"""Asynchronous training on a real local Ray; with staleness: tests/unit/async_training."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Bad input on the command line: exit code 2 and one message that names the field.
-
-Ray is not started for any of it.
-"""
+"""Bad input: exit code 2 and one message that names the field, before Ray starts."""
 
 from __future__ import annotations
 

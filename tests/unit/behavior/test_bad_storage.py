@@ -1,7 +1,4 @@
-"""Unusable storage, runs that cannot be resumed, two runs in one directory.
-
-All are reported before Ray is started.
-"""
+"""Unusable storage, runs that cannot be resumed, two runs in one place: seen before Ray starts."""
 
 from __future__ import annotations
 

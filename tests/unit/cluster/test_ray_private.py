@@ -96,9 +96,9 @@ def test_the_tables_of_actors_and_groups_have_the_fields_that_are_read() -> None
     assert callable(GlobalStateAccessor.get_placement_group_table)
 
 
-def test_ray_train_starts_the_cleaner_that_is_left_out() -> None:
+def test_ray_train_starts_the_actors_that_are_left_out() -> None:
     source = inspect.getsource(DataParallelTrainer._create_default_callbacks)
-    assert "PlacementGroupCleanerCallback()" in source
+    assert {"PlacementGroupCleanerCallback", "DatasetsCallback"} <= {*re.findall(r"\w+", source)}
     assert "_create_default_callbacks()" in inspect.getsource(DataParallelTrainer.fit)
 
 
@@ -111,10 +111,10 @@ def test_a_trainer_has_its_other_callbacks() -> None:
         def _create_default_callbacks(self) -> list[object]:
             return [PlacementGroupCleanerCallback(), Other()]
 
-    trainer: Any = ray_private.without_cleaner(Trainer())  # type: ignore[arg-type]
+    trainer: Any = ray_private.without_idle_actors(Trainer())  # type: ignore[arg-type]
     assert [type(callback) for callback in trainer._create_default_callbacks()] == [Other]
     renamed: Any = object()
-    assert ray_private.without_cleaner(renamed) is renamed
+    assert ray_private.without_idle_actors(renamed) is renamed
 
 
 def test_processes_import_from_the_folders_of_the_driver(tmp_path: Path) -> None:

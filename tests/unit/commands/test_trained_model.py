@@ -154,18 +154,24 @@ def test_networks_of_other_data_take_arrays(tmp_path: Path) -> None:
         model="tests.unit.commands.test_trained_model:linear",
         data={"name": "arrays", "train": files, "test": files, "normalize": [[1.0], [2.0]]},
         global_batch_size=16,
+        seed=1,
     )
     with pytest.raises(JobError, match="trust=True"):
         load_model(run_dir)
     model = load_model(run_dir, device="cpu", trust=True)
     assert model.class_names == ("0", "1")
+    assert len(SLOPES) == 1, "the seed is that of the run"
     expected = model.network((torch.from_numpy(x[:5]).float() - 1) / 2).softmax(1)
     assert torch.allclose(model.probabilities(list(x[:5])), expected, atol=1e-6)
     assert "not images" in command_error("predict", run_dir, str(tmp_path), "--trust")
 
 
-def linear(num_classes: int, sample_shape: tuple[int, ...]) -> torch.nn.Module:
-    return torch.nn.Linear(sample_shape[0], num_classes)
+SLOPES = set[float]()
+
+
+def linear(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
+    SLOPES.add(slope := torch.rand(()).item())  # no part of the weights
+    return nn.Sequential(nn.Linear(sample_shape[0], num_classes), nn.LeakyReLU(slope))
 
 
 def test_a_network_of_a_script_is_found_by_that_script_alone(

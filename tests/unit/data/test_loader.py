@@ -575,9 +575,9 @@ class Fixed(Dataset[Any]):
         return self._samples[index]
 
 
-def samples_section(*samples: Any, **fields: Any) -> DatasetData:
+def samples_section(*samples: Any, kind: type[Any] = Fixed, **fields: Any) -> DatasetData:
     fields = {"num_classes": 3, "validation_fraction": 0.0, **fields}
-    return dataset_section(lambda: (Fixed(*samples), Fixed(*samples)), **fields)
+    return dataset_section(lambda: (kind(*samples), kind(*samples)), **fields)
 
 
 def only_batch(section: DatasetData, channels_last: bool = True) -> Batch:
@@ -725,14 +725,18 @@ GOOD = (torch.zeros(2), 0)
         (samples_section((Image.new("L", (2, 2)), 0)), r"x is PIL\.Image\.Image.*PILToTensor"),
         (samples_section((torch.zeros(2), "cat")), "its label is 'cat' .*integer below"),
         (
+            samples_section(*[GOOD] * 3, kind=type("Renamed", (Fixed,), {"targets": [1, 0, 2]})),
+            "its label is 0, but `targets` of the Dataset say 1",
+        ),
+        (
             dataset_section(args={"train_broken": [0]}),
             "sample 0 of the train .*disk block 0 is bad",
         ),
     ],
 )
-def test_wrong_datasets_are_errors_when_opened(section: DatasetData, message: str) -> None:
+def test_wrong_datasets_are_errors_before_the_training(section: DatasetData, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        new_data(section)
+        new_data(section).first_samples("train")
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -17,6 +17,7 @@ import torch
 from click.testing import CliRunner
 from PIL import Image
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from raytrain_opt import Callback
 from raytrain_opt.cli import main
@@ -49,6 +50,15 @@ STPT = {"policy": "stpt", "candidates": [1.0, 0.5], "alpha": 3}
 
 def tiny_job(storage: Path, **changes: Any) -> Job:
     return small_job(storage, **{**TINY, "learning_rate": STPT, **changes})
+
+
+def test_data_that_differ_in_each_process_are_refused(tmp_path: Path) -> None:
+    def unseeded() -> Any:
+        x = torch.from_numpy(np.random.default_rng().normal(size=(300, 1, 8, 8)))
+        return (TensorDataset(x, torch.arange(300) % 2),) * 2
+
+    with pytest.raises(DataError, match="returns other samples in this process.* a fixed seed"):
+        run(tiny_job(tmp_path, data={"name": unseeded, "num_classes": 2}), in_process=True)
 
 
 def test_a_run_in_one_process_leaves_the_files_of_a_run_on_ray(

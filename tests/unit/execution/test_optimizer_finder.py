@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
 from raytrain_opt import find_optimizer
 from raytrain_opt.errors import DataError, JobError
@@ -97,6 +97,7 @@ class Stream(IterableDataset):  # type: ignore[type-arg]
     [
         ({"batch_sampler": [[0, 1]]}, JobError, "loader: must have a batch_size"),
         ({"batch_size": 1000}, JobError, "global_batch_size"),
+        ({"sampler": SubsetRandomSampler([0, 1])}, JobError, "has a SubsetRandomSampler, but the"),
     ],
 )
 def test_what_the_search_cannot_read_is_refused(

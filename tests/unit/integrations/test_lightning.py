@@ -73,7 +73,7 @@ class Numbers(lightning.LightningDataModule):
 
 
 class Small(lightning.LightningModule):
-    """Logs a mean, a collection, and a metric within it; the step needs no index."""
+    """Logs a mean, a collection, and a metric within it; the training step needs no index."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Small(lightning.LightningModule):
         loss = (self.layer(x)[:, 0] / 50 - y.float()).square().mean()
         return {"loss": loss}
 
-    def validation_step(self, batch: Any) -> None:
+    def validation_step(self, batch: Any, _: int) -> None:
         x, y = batch
         predictions = (x[:, 0] > 30).float()
         self.log("position", x.mean())
@@ -166,6 +166,7 @@ def test_what_would_be_ignored_is_refused_by_name(
     [
         (lambda self, _: self.log("acc", 1.0), "returns no loss and logs none"),
         (lambda self, _: self.log("a", 1.0, reduce_fx="max"), r"self.log\('a'\) has reduce_fx"),
+        (lambda self, _: self.global_step, "Changed uses current_epoch or global_step"),
         (lambda self, _: self.trainer.datamodule, "Small is not attached to a `Trainer`|Changed"),
     ],
 )

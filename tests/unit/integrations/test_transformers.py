@@ -9,7 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import BertConfig, BertForTokenClassification, EvalPrediction
+from transformers import (
+    BertConfig,
+    BertForQuestionAnswering,
+    BertForTokenClassification,
+    EvalPrediction,
+)
 
 from raytrain_opt import Job, load_model, run
 from raytrain_opt.errors import DataError, JobError
@@ -111,6 +116,12 @@ def test_predictions_of_unequal_length_are_padded_to_one_array(tmp_path: Path) -
 
 def without_labels(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {"input_ids": pad(samples)["input_ids"]}
+
+
+def test_targets_are_in_the_order_of_the_models_arguments(tmp_path: Path) -> None:
+    model = BertForQuestionAnswering(BertConfig(hidden_size=4, num_attention_heads=1))
+    labels = small_job(tmp_path, model, [{}], [{}]).task.name.value.labels  # type: ignore[union-attr]
+    assert [name for name in labels if "_" in name][:2] == ["start_positions", "end_positions"]
 
 
 def test_a_batch_without_labels_is_an_error(tmp_path: Path) -> None:

@@ -1,7 +1,4 @@
-"""The driver's side, with the real mailbox on an event loop of its own.
-
-Ray is a fake: a reference is a future, or the name of an object.
-"""
+"""The driver's side, with the real mailbox on an event loop, and a fake Ray of futures."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from raytrain_opt.search.policy import (
     History,
     TrainEpoch,
     TryCandidates,
+    all_diverged,
 )
 from raytrain_opt.search.stpt_horizon import HorizonStpt, TaskFacts
 
@@ -175,6 +176,12 @@ def test_when_all_of_all_optimizers_diverge_the_likely_cause_is_named() -> None:
     losses = {index: Optimizer(0.1, 2.0, limit=0.0) for index in USUAL}
     with pytest.raises(DivergedError, match=r"every candidate .*data or a loss"):
         search(policy(), losses)
+
+
+def test_a_metric_that_is_not_finite_is_named() -> None:
+    result = replace(CandidateResult.lost(Candidate(0, 1.0, 0.1)), status="diverged")
+    error = all_diverged(1, [0.1], [replace(result, train_loss=1.0, val_loss=1.0)])
+    assert "the metric accuracy of every candidate" in str(error)
 
 
 def test_one_whose_longer_schedules_all_diverge_leaves() -> None:
