@@ -38,8 +38,8 @@ _TOLERANCE = 1e-4
 _PIXEL_TOLERANCE = 2.01
 
 Run = Callable[[Tensor], Tensor]
-# Turns a model into the bytes of a file, and these into a function again.
-Convert = Callable[[TrainedModel, Sequence[Tensor]], tuple[bytes, Run]]
+# Turns a model into the bytes of a file, and these into a function again; None of weights alone.
+Convert = Callable[[TrainedModel, Sequence[Tensor]], tuple[bytes, Run | None]]
 
 
 def export(
@@ -61,7 +61,10 @@ def export(
     inputs = batches or [torch.randn(n, *shape, generator=generator) for n in _BATCH_SIZES]
     try:
         content, exported = FORMATS[name](model, inputs)
-        difference = max(_difference(model.network, exported, x) for x in inputs)
+        if exported is None:  # a network of several inputs has weights, too
+            difference, exported = 0.0, model.network
+        else:
+            difference = max(_difference(model.network, exported, x) for x in inputs)
         from_file = None
         if picture and model.preprocessing.is_image and model.task.is_classification:
             from_file = _file_difference(model, exported, picture)
@@ -188,14 +191,13 @@ def _onnx(model: TrainedModel, inputs: Sequence[Tensor]) -> tuple[bytes, Run]:
     return content, lambda x: torch.from_numpy(session.run(None, {"input": x.numpy()})[0])
 
 
-def _safetensors(model: TrainedModel, _: Sequence[Tensor]) -> tuple[bytes, Run]:
+def _safetensors(model: TrainedModel, _: Sequence[Tensor]) -> tuple[bytes, None]:
     # Copies: the format has no tensors that share memory, as tied weights do.
     state = model.network.state_dict().items()
     tensors = {name: value.clone(memory_format=torch.contiguous_format) for name, value in state}
     content: bytes = save(tensors, _metadata(model))
-    copy = deepcopy(model.network)
-    copy.load_state_dict(load(content))
-    return content, copy
+    deepcopy(model.network).load_state_dict(load(content))
+    return content, None
 
 
 def _metadata(model: TrainedModel) -> dict[str, str]:

@@ -563,8 +563,6 @@ def test_balanced_files_are_augmented_anew_each_time(image_tree: Path, workers: 
 
 
 class Fixed(Dataset[Any]):
-    """A Dataset of these samples."""
-
     def __init__(self, *samples: Any) -> None:
         self._samples = samples
 
