@@ -120,6 +120,7 @@ BROKEN = [
         "applies to cross_entropy only",
     ),
     ("workers: {count: {min: 3, max: 2}}", "workers.count.min", "is more than max, 2"),
+    ("stop: {target: 93}", "stop.target", "above 1, which no accuracy reaches; 93 % is 0.93"),
     (
         "loss: {class_weights: balanced}\ndata: {name: digits, sampler: balanced}",
         "loss.class_weights",
