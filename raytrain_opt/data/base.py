@@ -43,7 +43,7 @@ _LARGEST_RATIO = 100
 # A regression loses 1 to 3 points of R² where means are this many deviations from 0. Deviations of
 # constants are rounding errors, this part of their size.
 _FARTHEST, _CONSTANT = 2, 1e-6
-_LOOKED_AT = 100_000  # rows of a table, of which a note is made
+_LOOKED_AT = 2_000_000  # values of a table, of which a note is made
 
 
 @dataclass(frozen=True, eq=False)
@@ -334,7 +334,7 @@ def column_note(name: str, table: npt.NDArray[Any]) -> tuple[str, ...]:
     """
     if table.ndim > 2 or not np.issubdtype(table.dtype, np.floating) or not table.size:
         return ()
-    rows = table[:: 1 + len(table) // _LOOKED_AT]
+    rows = table[:: 1 + table.size // _LOOKED_AT]
     columns, findings = rows.reshape(len(rows), -1).astype(np.float64), []
     with np.errstate(invalid="ignore"):  # of values that are not finite, which decide nothing
         sizes, means = np.abs(columns).max(axis=0), columns.mean(axis=0)

@@ -43,7 +43,7 @@ class UserDatasetSource(SampleSource):
     """
 
     field = "data.name"
-    labels: Indices | None = None  # until a sample was read
+    labels: Indices | None = None  # while the first sample is read
 
     def __init__(self, section: DatasetData, seed: int, *, classification: bool = True) -> None:
         self.has_pairs, self._name = classification, function_name(section.name)

@@ -77,8 +77,8 @@ class Learner:
             channels_last=config.channels_last,
             classification=config.task.is_classification,
         )
-        own_digest = config.data_digest if shared is None else None
-        if own_digest is not None and own_digest != self.data.source.digest():
+        of_driver = config.data_digest if shared is None else ""
+        if of_driver and of_driver != self.data.source.digest():
             rule = f"{config.data.name} returns other samples in this process than in the driver; "
             rule += "it must return the same each time: give its random generators a fixed seed"
             raise DataError("data.name", rule)

@@ -57,7 +57,7 @@ class LearnerConfig:
     global_batch_size: int
     worker_count: int  # of workers that split a global batch
     eval_batch_size_per_worker: int | None  # None: derived from the batch size of training
-    data_digest: str | None = None  # as the driver read them
+    data_digest: str = ""  # of the data that the driver read; "" where no other process does
 
     @classmethod
     def from_job(cls, job: Job) -> LearnerConfig:
