@@ -273,7 +273,8 @@ def export(run_dir: str, name: str, output: str | None, trust: bool) -> None:
     picture, batches = first_test_samples(run_dir, trust)
     outputs, difference = export_model(model, name, path, picture, batches)
     error = f"largest relative difference {outputs:.1g}" if outputs else "equal bits"
-    _echo(f"{path}: {model.checkpoint}; its outputs match ({error})")
+    check = "the weights alone" if outputs is None else f"its outputs match ({error})"
+    _echo(f"{path}: {model.checkpoint}; {check}")
     if difference is not None:
         text = "a picture of the test set, prepared as its metadata say, has the probabilities of"
         _echo(f"{text} predict (largest difference {difference:.1g})")

@@ -48,26 +48,26 @@ def export(
     path: str,
     picture: bytes | None = None,
     batches: Sequence[Tensor] = (),
-) -> tuple[float, float | None]:
+) -> tuple[float | None, float | None]:
     """Write the network as format `name`; return the largest differences that its check measured.
 
-    Of outputs, in parts of the largest one; and of the probabilities of `picture`, an image file
-    that another library prepares as the file's metadata say, to what `predict` returns; None
-    without one. `model` is on the CPU. `batches`: of `_BATCH_SIZES` samples; default is random
-    numbers. Raises JobError when packages for the format are missing, RaytrainOptError when the
-    network cannot be exported or computes something else; then no file is written.
+    Of outputs, in parts of the largest one, or None of weights alone; and of the probabilities of
+    `picture`, an image file that another library prepares as the file's metadata say, to what
+    `predict` returns; None without one. `model` is on the CPU. `batches`: of `_BATCH_SIZES`
+    samples; default is random numbers. Raises JobError when packages for the format are missing,
+    RaytrainOptError when the network cannot be exported or computes something else; then no file
+    is written.
     """
     generator, shape = torch.Generator().manual_seed(0), model.sample_shape
     inputs = batches or [torch.randn(n, *shape, generator=generator) for n in _BATCH_SIZES]
     try:
         content, exported = FORMATS[name](model, inputs)
-        if exported is None:  # a network of several inputs has weights, too
-            difference, exported = 0.0, model.network
-        else:
+        difference = None  # of weights alone, which a network of several inputs has, too
+        if exported is not None:
             difference = max(_difference(model.network, exported, x) for x in inputs)
         from_file = None
         if picture and model.preprocessing.is_image and model.task.is_classification:
-            from_file = _file_difference(model, exported, picture)
+            from_file = _file_difference(model, exported or model.network, picture)
     except ImportError as error:
         rule = f"needs packages that are not installed: {error}"
         hint = "pip install 'raytrain_opt[onnx]'"
@@ -80,7 +80,7 @@ def export(
             f"{inputs[0].dtype} {list(inputs[0].shape)}: {type(error).__name__}: {error}; "
             "safetensors holds the weights alone"
         ) from error
-    if not difference <= _TOLERANCE:
+    if difference is not None and not difference <= _TOLERANCE:
         raise RaytrainOptError(
             f"the network exported as {name} computes something else: its outputs differ by "
             f"{difference:.2g} of the largest one; no file was written. Does its forward depend "

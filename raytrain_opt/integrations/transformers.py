@@ -111,8 +111,8 @@ class TransformersTask:
             sides[side] = arrays[0] if len(arrays) == 1 else tuple(arrays)
         metrics = self.compute_metrics(EvalPrediction(**sides))
         # As in the Trainer, the loss is the mean over the samples.
-        names = {name.removeprefix("eval_"): value for name, value in metrics.items()}
-        return {name: value for name, value in names.items() if name != "loss"}
+        named = {name.removeprefix("eval_"): value for name, value in metrics.items()}
+        return {name: value for name, value in named.items() if name != "loss"}
 
 
 def _loss(output: Any, content: Mapping[str, Any]) -> Tensor:

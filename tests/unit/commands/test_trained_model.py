@@ -209,7 +209,7 @@ def test_tied_weights_are_exported_as_safetensors(tmp_path: Path) -> None:
     run_dir = trained(tmp_path, model=f"{__name__}:TiedNetwork")
     model = load_model(run_dir, device="cpu", trust=True)
     vars(model)["sample_shape"] = (1, 9, 9)  # weights alone need no input that fits
-    assert export(model, "safetensors", f"{tmp_path}/tied")[0] == 0
+    assert export(model, "safetensors", f"{tmp_path}/tied") == (None, None)
     with safe_open(f"{tmp_path}/tied", "pt") as file:
         assert torch.equal(file.get_tensor("1.weight"), file.get_tensor("2.weight"))
 
@@ -220,7 +220,7 @@ def test_exported_files_hold_the_network_and_its_metadata(
 ) -> None:
     path = str(tmp_path / "model")
     result = invoke("export", digits, "--format", name, "--output", path)
-    assert result.exit_code == 0, result.output
+    assert (result.exit_code, "outputs match" in result.output) == (0, name != "safetensors")
     model = load_model(digits, device="cpu")
     texts = {"metadata.json": ""}
     x = torch.randn(5, 1, 8, 8)
