@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, PreconditionError
+from obstore.exceptions import AlreadyExistsError, GenericError, PreconditionError
 from obstore.store import ObjectStore
 
 from raytrain_opt.clock import utc_now
@@ -50,6 +50,22 @@ def _object_version(reply: Any) -> _ObjectVersion:
     return {key: reply[key] for key in ("e_tag", "version") if reply[key] is not None}
 
 
+def _put_if(
+    store: ObjectStore, name: str, content: bytes, mode: Any, attempts: int = 5
+) -> _ObjectVersion:
+    """Put an object on a condition, and return its version.
+
+    obstore does not repeat such a request after the connection was reset, because the first one
+    may have met the condition. The callers recognize an object of their own.
+    """
+    try:
+        return _object_version(obstore.put(store, name, content, use_multipart=False, mode=mode))
+    except GenericError as error:
+        if attempts == 1 or "kind: Interrupted" not in str(error):
+            raise
+    return _put_if(store, name, content, mode, attempts - 1)
+
+
 class RunCopy:
     """The objects of one run below `uri`, and what of them the folder `local` has."""
 
@@ -70,7 +86,7 @@ class RunCopy:
             storage_errors(f"{self.uri} cannot be written"),
             suppress(AlreadyExistsError),  # the answer to our own request was lost
         ):
-            obstore.put(self._store, _FIRST_WRITER, self._writer.encode(), mode="create")
+            _put_if(self._store, _FIRST_WRITER, self._writer.encode(), "create")
 
     def _read_index(self) -> tuple[bytes, _ObjectVersion]:
         """Return content and version of the index; none of them without it."""
@@ -99,8 +115,8 @@ class RunCopy:
                     f"another process writes to {self.uri} now: {printable(writer)}"
                 )
             with suppress(PreconditionError):  # somebody has written it just now
-                reply = obstore.put(self._store, INDEX, self._signed(content), mode=version)
-                self._published[INDEX] = file, _object_version(reply)
+                version = _put_if(self._store, INDEX, self._signed(content), version)
+                self._published[INDEX] = file, version
                 return
 
     def fetch(self) -> None:
@@ -159,9 +175,8 @@ class RunCopy:
         if name == INDEX:
             content = self._signed(content)
         while True:
-            options = {"use_multipart": False, "mode": version or "create"}
             try:
-                return _object_version(obstore.put(self._store, name, content, **options))
+                return _put_if(self._store, name, content, version or "create")
             except (AlreadyExistsError, PreconditionError):
                 version = _object_version(obstore.head(self._store, name))
                 self._claim()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -30,10 +31,13 @@ class Request:
         self.size = int(environ.get("CONTENT_LENGTH") or 0)
 
     def cut(self) -> None:
-        """Close the connection as a lost one: the client gets a reset instead of an answer."""
+        """Lose the connection: the client gets a reset instead of an answer."""
         connection: socket.socket = self.environ["werkzeug.socket"]
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-        connection.shutdown(socket.SHUT_RDWR)
+        closed, other = socket.socketpair()
+        other.close()
+        with closed:
+            os.dup2(closed.fileno(), connection.fileno())
 
 
 def refuse(code: str, status: str = "503 Slow Down") -> Fault:
