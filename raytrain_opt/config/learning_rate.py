@@ -107,6 +107,11 @@ class _Policy(Section):
         return False
 
     @property
+    def last_milestone(self) -> int:
+        """The last epoch after which the rate is multiplied; 0 if there is none."""
+        return 0
+
+    @property
     def decays(self) -> bool:
         """Whether the rate falls until the last epoch."""
         return self.is_found
@@ -212,6 +217,17 @@ class HorizonPolicy(_Policy):
     )
 
 
+_FIELDS_OF_SHAPES = {
+    "final": ("linear", "polynomial", "cosine"),
+    "gamma": ("multistep", "plateau"),
+    "milestones": ("multistep",),
+    "patience": ("plateau",),
+    "power": ("polynomial",),
+    "half_epoch": ("arc_cotangent",),
+    "steepness": ("arc_cotangent",),
+}
+
+
 class SchedulePolicy(_Policy):
     """Train with a fixed schedule; no candidates."""
 
@@ -251,6 +267,10 @@ class SchedulePolicy(_Policy):
         return self.shape == "plateau"
 
     @property
+    def last_milestone(self) -> int:
+        return max(self.milestones, default=0)
+
+    @property
     def decays(self) -> bool:
         return self.shape in ("linear", "polynomial", "cosine")
 
@@ -259,8 +279,15 @@ class SchedulePolicy(_Policy):
         return self.shape == "constant"
 
     def broken_rules(self) -> Iterator[BrokenRule]:
-        if (self.shape == "multistep") != bool(self.milestones):
-            yield "milestones", "are for shape multistep only, which needs at least one"
+        for name, shapes in _FIELDS_OF_SHAPES.items():
+            default = type(self).model_fields[name].get_default(call_default_factory=True)
+            if self.shape not in shapes and getattr(self, name) != default:
+                yield (
+                    name,
+                    f"has no effect with shape {self.shape}; of {', '.join(shapes)}",
+                )
+        if self.shape == "multistep" and not self.milestones:
+            yield "milestones", "are required with shape multistep, at least one"
         if self.milestones != sorted(set(self.milestones)):
             yield "milestones", "must increase"
         if self.half_epoch is not None and self.half_epoch <= self.warmup.epochs:

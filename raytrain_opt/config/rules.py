@@ -61,6 +61,8 @@ def _length_rules(job: Job) -> Iterator[BrokenRule]:
     warmup_epochs = 0 if section.warmup is None else section.warmup.epochs
     if epochs is not None and warmup_epochs > epochs:
         yield "learning_rate.warmup.epochs", f"is more than the {epochs} epochs of the job"
+    if epochs is not None and (last := section.last_milestone) >= epochs:
+        yield "learning_rate.milestones", f"epoch {last} is not before the last epoch, {epochs}"
     if any(b.epoch <= a.epoch or b.factor <= a.factor for a, b in pairwise(ramp)):
         yield "batch_ramp", "epochs and factors must increase from one entry to the next"
     last = max((step.epoch for step in ramp), default=0)
