@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,8 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.errors import JobError, Problem, printable
 from raytrain_opt.execution.check import check_sections
-from raytrain_opt.train.checkpoint import read_metadata, read_weights
+from raytrain_opt.execution.progress import RunProgress
+from raytrain_opt.train.checkpoint import REST, read_checkpoint, read_metadata, read_weights
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.trained_model import SavedWeights, find_weights, read_description
@@ -27,22 +28,28 @@ _NEEDED = ("model", "data", "optimizer", "task", "loss")
 class Predictions(NamedTuple):
     """Probabilities, float32 [samples, classes], and labels, int64 [samples], in order, on CPU.
 
-    `digest`: of the data, as a resume compares it.
+    `digest`: of the data, as a resume compares it. `changes`: what changed in them since the
+    checkpoint.
     """
 
     probabilities: Tensor
     labels: Tensor
     digest: str = ""
+    changes: str = ""
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The metrics of a task on the test set; with classification `top1_error`, `top5_error`."""
+    """The metrics of a task on the test set; with classification `top1_error`, `top5_error`.
+
+    `changes`: what changed in the data since the checkpoint.
+    """
 
     run: str
     checkpoint: str
     samples: int
     metrics: dict[str, float]
+    changes: str = ""
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,8 @@ class Evaluation:
         names = [printable(f"{row.run} ({row.checkpoint})", kept="") for row in rows]
         for name, row in zip(names, rows, strict=True):
             values = "  ".join(f"{metric} {value:.4g}" for metric, value in row.metrics.items())
-            yield f"{name:{max(map(len, names))}}  {values}  ({row.samples} samples)"
+            size = "; its data ".join(filter(None, (f"{row.samples} samples", row.changes)))
+            yield f"{name:{max(map(len, names))}}  {values}  ({size})"
 
 
 @dataclass(frozen=True)
@@ -145,7 +153,16 @@ def _evaluate(run: SavedRun) -> Evaluated:
         return evaluate_predictions(run.argument, checkpoint, _predict(run))
     with trained_learner(run) as learner:
         totals = learner.add_ranks(learner.evaluate("test"))
-    return Evaluated(run.argument, checkpoint, totals.samples, totals.means)
+        changes = _changes(run, learner)
+    return Evaluated(run.argument, checkpoint, totals.samples, totals.means, changes)
+
+
+def _changes(run: SavedRun, learner: Learner) -> str:
+    """Return what changed in the data since the checkpoint; "" if it is weights alone."""
+    if not (run.weights.folder / REST).exists():
+        return ""
+    data = RunProgress.from_json(read_checkpoint(run.weights.folder)[1]).data
+    return data.changes(replace(learner.info, digest=learner.data.source.digest())) if data else ""
 
 
 def evaluate_predictions(run: str, checkpoint: str, predictions: Predictions) -> Evaluated:
@@ -154,7 +171,7 @@ def evaluate_predictions(run: str, checkpoint: str, predictions: Predictions) ->
     hits, samples = ranking[:, :5] == predictions.labels.unsqueeze(1), len(predictions.labels)
     top1, top5 = int(hits[:, 0].sum()), int(hits.any(dim=1).sum())
     errors = {"top1_error": 1 - top1 / samples, "top5_error": 1 - top5 / samples}
-    return Evaluated(run, checkpoint, samples, errors)
+    return Evaluated(run, checkpoint, samples, errors, predictions.changes)
 
 
 def _predict(run: SavedRun) -> Predictions:
@@ -165,4 +182,5 @@ def _predict(run: SavedRun) -> Predictions:
             probabilities.append(learner.model(batch.x).float().softmax(dim=1).cpu())
             labels.append(batch.y.cpu())
         digest = learner.data.source.digest()
-        return Predictions(torch.cat(probabilities), torch.cat(labels), digest)
+        changes = _changes(run, learner)
+        return Predictions(torch.cat(probabilities), torch.cat(labels), digest, changes)

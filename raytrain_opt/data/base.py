@@ -394,10 +394,10 @@ class DataFingerprint:
         counts |= {"the training set": info.train_size, "the test set": info.test_size}
         return cls(info.class_labels, counts, info.digest)
 
-    def require_same(self, info: DataInfo) -> None:
-        """Raise DataError that says what changed in the data since the checkpoint."""
+    def changes(self, info: DataInfo) -> str:
+        """Return what changed in the data since these were read; "" if they are the same."""
         if (now := DataFingerprint.of(info)) == self:
-            return
+            return ""
         changes = [f"class {name} is gone" for name in self.classes if name not in now.classes]
         changes += [f"class {name} is new" for name in now.classes if name not in self.classes]
         if self.classes == now.classes:
@@ -407,8 +407,13 @@ class DataFingerprint:
                 if count != now.counts.get(name, 0)
             ]
         what = first_of(changes) or "samples, their labels, their names or their order"
-        rule = f"changed since the checkpoint: {what}; put the data back as they were, or start a "
-        raise DataError("data", f"{rule}new run from the weights (model.weights: RUN_DIR)")
+        return f"changed since the checkpoint: {what}"
+
+    def require_same(self, info: DataInfo) -> None:
+        """Raise DataError that says what changed in the data since the checkpoint."""
+        if changes := self.changes(info):
+            hint = "put the data back as they were, or start a new run from the weights"
+            raise DataError("data", f"{changes}; {hint} (model.weights: RUN_DIR)")
 
 
 def spread(count: int, of: int = _SAMPLED) -> range:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from raytrain_opt.train.state import TrainingState
 
-WEIGHTS, _REST = "weights.safetensors", "rest.pt"
+WEIGHTS, REST = "weights.safetensors", "rest.pt"
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def best_of(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
 
 
 def find_damage(
-    folder: Path, checkpoint: Checkpoint, names: Sequence[str] = (WEIGHTS, _REST)
+    folder: Path, checkpoint: Checkpoint, names: Sequence[str] = (WEIGHTS, REST)
 ) -> str | None:
     """Return which of these files is missing or differs from its digest."""
     for name in names:
@@ -230,7 +230,7 @@ def write_checkpoint(
     }
     return {
         WEIGHTS: _write(folder / WEIGHTS, lambda path: save_file(weights, path, texts)),
-        _REST: _write(folder / _REST, lambda path: torch.save(rest, path)),
+        REST: _write(folder / REST, lambda path: torch.save(rest, path)),
     }
 
 
@@ -305,7 +305,7 @@ def read_checkpoint(
     import torch
 
     weights = read_weights(folder)
-    with _readable(folder / _REST) as path:
+    with _readable(folder / REST) as path:
         rest = torch.load(path, weights_only=True)
         candidates = {i: _to_state(one["weights"], one) for i, one in rest["candidates"].items()}
         return _to_state(weights, rest), rest["progress"], candidates

@@ -18,8 +18,10 @@ from raytrain_opt.commands.evaluate import Predictions, evaluate_predictions
 from raytrain_opt.config.data import DataSection
 from raytrain_opt.config.load import dump_job
 from raytrain_opt.data import load_shared_data
+from raytrain_opt.data.base import DataFingerprint
 from raytrain_opt.data.factory import SharedData
 from raytrain_opt.data.in_memory_sets import DatasetArrays
+from raytrain_opt.execution.progress import RunProgress
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.results import Steps
 from raytrain_opt.train.checkpoint import Checkpoints, Point
@@ -31,7 +33,9 @@ from tests.support.cli_errors import command_error
 from tests.support.small_jobs import small_job
 
 
-def trained(storage: Path, epochs: int = 2, **changes: Any) -> tuple[str, list[Tensor]]:
+def trained(
+    storage: Path, epochs: int = 2, *, progress: Any = None, **changes: Any
+) -> tuple[str, list[Tensor]]:
     """A run directory, and the test probabilities after each epoch, computed literally."""
     job = small_job(storage, **changes)
     paths = RunPaths.create(job.storage_path, job.name)
@@ -41,7 +45,7 @@ def trained(storage: Path, epochs: int = 2, **changes: Any) -> tuple[str, list[T
     checkpoints.metadata = model_metadata(job.model, job.task, learner.info)
     for epoch in range(1, epochs + 1):
         learner.train(epoch, Steps(0, (0.1,) * 15), MicroBatches(range(1), 1))
-        checkpoints.save(Point(epoch), learner.state(copy=True), {}, None)
+        checkpoints.save(Point(epoch), learner.state(copy=True), progress or {}, None)
         learner.model.eval()
         batches = list(learner.data.eval_batches("test", 0, 1, 500))
         with torch.no_grad():
@@ -73,6 +77,13 @@ def reference_errors(probabilities: Tensor, labels: Tensor) -> tuple[float, floa
         wrong[0] += label != order[0]
         wrong[1] += label not in order[:5]
     return wrong[0] / len(labels), wrong[1] / len(labels)
+
+
+def test_data_that_changed_since_the_checkpoint_are_named(tmp_path: Path) -> None:
+    """A function that splits them by an unseeded generator, for example."""
+    progress = RunProgress(data=DataFingerprint((), {}, "")).to_json()
+    result = evaluate(trained(tmp_path, 1, progress=progress)[0])
+    assert "samples; its data changed since the checkpoint: class 0 is new, " in result.output
 
 
 def test_each_run_and_their_ensemble(runs: list[tuple[str, list[Tensor]]], labels: Tensor) -> None:
