@@ -14,13 +14,7 @@ import ray
 from raytrain_opt.cluster.resources import PoolPlan
 from raytrain_opt.config.schema import TimeoutsSection
 from raytrain_opt.execution.start import resident_pools
-from raytrain_opt.pools.commands import (
-    MainTrain,
-    Pretrain,
-    Progress,
-    SendCandidateState,
-    StateRef,
-)
+from raytrain_opt.pools.commands import MainTrain, Pretrain, Progress, SendCandidateState, StateRef
 from raytrain_opt.pools.programs import ResidentConfig
 from raytrain_opt.pools.ray_pool import RayPool
 from raytrain_opt.pools.state_store import RayStateStore

@@ -19,11 +19,7 @@ LIMIT_S = 240  # on machines that may be busy
 # the test's own process, whose torch may have threads.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    [
-        "tests.support.process_group",
-        "torch._dynamo",
-        "raytrain_opt.train.learner",
-    ]
+    ["tests.support.process_group", "torch._dynamo", "raytrain_opt.train.learner"]
 )
 
 Results = dict[str, Any]

@@ -25,12 +25,7 @@ def small_job(folder: Path, **changes: Any) -> Job:
         "data": "digits",
         "epochs": 3,
         "global_batch_size": 64,
-        "learning_rate": {
-            "policy": "stpt",
-            "initial": 0.1,
-            "candidates": [1.0, 0.5],
-            "alpha": 5,
-        },
+        "learning_rate": {"policy": "stpt", "initial": 0.1, "candidates": [1.0, 0.5], "alpha": 5},
         "workers": {"count": 2, "threads": 1},
         "slots": {"count": 2},
         "storage_path": str(folder),

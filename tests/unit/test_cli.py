@@ -123,10 +123,7 @@ def test_resume_takes_the_job_of_the_run(tmp_path: Path, job_file: str, driver: 
 
 @pytest.mark.parametrize(
     "section",
-    [
-        "model: 'theirs:run'",
-        "optimizer: {name: auto, candidates: [SGD, {name: 'theirs:run'}]}",
-    ],
+    ["model: 'theirs:run'", "optimizer: {name: auto, candidates: [SGD, {name: 'theirs:run'}]}"],
 )
 @pytest.mark.parametrize("command", [("run", "--resume"), ("evaluate",)])
 def test_functions_that_a_run_directory_names_need_trust(
@@ -240,10 +237,7 @@ def test_validate_says_what_training_and_search_cost(tmp_path: Path) -> None:
             ["learning_rate={policy: stpt, candidates: [2, 1], alpha: 100}"],
             "stpt, initial 0.1, candidates [2.0, 1.0], alpha 100",
         ),
-        (
-            [SEARCH],
-            "8, divided among the free GPUs, if there are any, before the search by",
-        ),
+        ([SEARCH], "8, divided among the free GPUs, if there are any, before the search by"),
         ([SEARCH, "workers.count=2"], "8 = 2 workers x 4, before the search by throughput_knee"),
     ],
 )

@@ -12,13 +12,7 @@ import pytest
 
 from raytrain_opt import storage
 from raytrain_opt.errors import StorageError
-from raytrain_opt.storage import (
-    append_lines,
-    check_uri,
-    write_atomic,
-    write_json,
-    write_text,
-)
+from raytrain_opt.storage import append_lines, check_uri, write_atomic, write_json, write_text
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,7 @@ pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(600)]
 
 
 @pytest.mark.usefixtures("without_plots")
-def test_workers_and_shards_die_and_no_sample_is_lost(
-    tmp_path: Path,
-) -> None:
+def test_workers_and_shards_die_and_no_sample_is_lost(tmp_path: Path) -> None:
     """A shard dies after the first epoch, a worker in the second, while the other continues."""
     fault = {"role": "worker", "index": 1, "epoch": 2, "phase": "main_train", "step": 3}
     stpt = {"policy": "stpt", "initial": 0.02, "candidates": [1.0, 0.01], "alpha": 5}

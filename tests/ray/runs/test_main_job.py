@@ -87,13 +87,7 @@ def test_killed_processes_are_restarted_and_nothing_changes(
     faults = [
         {"role": "slot", "index": 1, "epoch": 1, "phase": "pretrain", "step": 3},
         {"role": "slot", "epoch": 2, "phase": "send_candidate_state"},
-        {
-            "role": "worker",
-            "epoch": 2,
-            "phase": "main_train",
-            "from_step": kept + every,
-            **killed,
-        },
+        {"role": "worker", "epoch": 2, "phase": "main_train", "from_step": kept + every, **killed},
     ]
     uri = s3.new_uri()
     s3.faults.extend([None, refuse("SlowDown"), None, cut] * 20)

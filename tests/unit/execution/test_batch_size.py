@@ -94,10 +94,7 @@ def test_what_belongs_to_a_batch_size_excludes_a_search(changes: Any, message: s
         ({"tolerance": 2}, "batch_size_search.tolerance"),
         ({"target_pct": 99}, "batch_size_search.target_pct"),
         ({"objective": "speed"}, "batch_size_search.objective"),
-        (
-            {"strategy": "epoch_time_minimize", "objective": "auto"},
-            "batch_size_search.objective",
-        ),
+        ({"strategy": "epoch_time_minimize", "objective": "auto"}, "batch_size_search.objective"),
         ({"utilization_period_s": 0.01}, "batch_size_search.utilization_period_s"),
     ],
 )

@@ -283,9 +283,7 @@ def test_a_run_that_is_stopped_in_its_report_is_unfinished(
     assert [Path(result.run_dir)] == list(tmp_path.iterdir())
 
 
-def test_an_optimizer_that_was_chosen_is_recorded_and_replayed_bit_for_bit(
-    tmp_path: Path,
-) -> None:
+def test_an_optimizer_that_was_chosen_is_recorded_and_replayed_bit_for_bit(tmp_path: Path) -> None:
     muon = {"name": "Muon", "args": {"weight_decay": "auto"}}
     auto = {"name": "auto", "candidates": ["Adagrad", muon]}
     section = {"policy": "stpt_horizon", "max_search_cost": 1.0}

@@ -11,13 +11,7 @@ import pytest
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.execution import length
-from raytrain_opt.execution.length import (
-    Pace,
-    TrainingLength,
-    lay_out,
-    measure_pace,
-    plan_epoch,
-)
+from raytrain_opt.execution.length import Pace, TrainingLength, lay_out, measure_pace, plan_epoch
 from raytrain_opt.optim.epoch_steps import EpochSpan, EpochSteps
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.pools.commands import MainTrain, StateRef

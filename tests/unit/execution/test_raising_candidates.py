@@ -119,11 +119,7 @@ def test_what_every_rate_raises_ends_the_run_at_once(
 
 @pytest.mark.parametrize(
     ("error", "expected"),
-    [
-        (KeyboardInterrupt, KeyboardInterrupt),
-        (SystemExit, UserCodeError),
-        (MemoryError, JobError),
-    ],
+    [(KeyboardInterrupt, KeyboardInterrupt), (SystemExit, UserCodeError), (MemoryError, JobError)],
 )
 def test_other_exceptions_end_the_run(
     error: type[BaseException],

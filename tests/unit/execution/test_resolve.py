@@ -31,8 +31,7 @@ def test_a_good_job_has_no_problems() -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "parallel"),
-    [(8, {}), (2, {"parallel": {"micro_batches": 8}})],
+    ("workers", "parallel"), [(8, {}), (2, {"parallel": {"micro_batches": 8}})]
 )
 def test_a_last_update_must_have_two_samples_for_each_micro_batch(
     workers: int, parallel: dict[str, Any]

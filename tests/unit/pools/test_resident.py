@@ -109,11 +109,7 @@ class Echo:
     def close(self) -> None: ...
 
 
-def run(
-    echo: Echo,
-    *commands: Command,
-    mailbox: FakeMailbox | None = None,
-) -> FakeMailbox:
+def run(echo: Echo, *commands: Command, mailbox: FakeMailbox | None = None) -> FakeMailbox:
     mailbox = mailbox or FakeMailbox(deque(commands))
     resident = Resident("worker", 0, "node", 1, "log")
     CommandLoop(mailbox, resident).run(echo)  # type: ignore[arg-type]
@@ -270,11 +266,7 @@ class GroupMember:
         return values
 
 
-def live(
-    group: ThreadGroup,
-    make_echo: Callable[[int], Echo],
-    mailboxes: list[Any],
-) -> None:
+def live(group: ThreadGroup, make_echo: Callable[[int], Echo], mailboxes: list[Any]) -> None:
     """Let each rank, a thread, execute commands until the pool is closed."""
 
     def run_rank(rank: int) -> None:
