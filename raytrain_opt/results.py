@@ -173,6 +173,7 @@ class EvalTotals:
     predictions: Predictions | None = None  # of a classifier on the test split
     failure: str = ""  # the exception that made the loss NaN
     loss_squares: float = 0.0  # sum of the squares of the losses
+    samples_per_loss: int = 1  # the batch size, where a task gives its mean loss alone
     outputs: dict[str, list[Any]] | None = None  # of each batch, for a task's `aggregate`
     aggregated: dict[str, float] = field(default_factory=dict)  # what that returned
 
@@ -189,11 +190,11 @@ class EvalTotals:
 
     @property
     def loss_error(self) -> float:
-        """Standard error of the mean loss; infinite with one sample, 0 without the squares."""
-        if self.samples < 2:
+        """Standard error of the mean loss; infinite with one loss, 0 without the squares."""
+        if (losses := self.samples / self.samples_per_loss) < 2:
             return math.inf
         variance = self.loss_squares / self.samples - self.loss**2
-        return math.sqrt(max(variance, 0.0) / (self.samples - 1))
+        return math.sqrt(max(variance, 0.0) / (losses - 1))
 
 
 @dataclass(frozen=True)

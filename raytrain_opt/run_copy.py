@@ -50,22 +50,6 @@ def _object_version(reply: Any) -> _ObjectVersion:
     return {key: reply[key] for key in ("e_tag", "version") if reply[key] is not None}
 
 
-def _put_if(
-    store: ObjectStore, name: str, content: bytes, mode: Any, attempts: int = 5
-) -> _ObjectVersion:
-    """Put an object on a condition, and return its version.
-
-    obstore does not repeat such a request after the connection was reset, because the first one
-    may have met the condition. The callers recognize an object of their own.
-    """
-    try:
-        return _object_version(obstore.put(store, name, content, use_multipart=False, mode=mode))
-    except GenericError as error:
-        if attempts == 1 or "kind: Interrupted" not in str(error):
-            raise
-    return _put_if(store, name, content, mode, attempts - 1)
-
-
 class RunCopy:
     """The objects of one run below `uri`, and what of them the folder `local` has."""
 
@@ -80,13 +64,27 @@ class RunCopy:
     def _store(self) -> ObjectStore:
         return open_store(self.uri)
 
+    def _put_if(self, name: str, content: bytes, mode: Any, attempts: int = 5) -> _ObjectVersion:
+        """Put an object on a condition, and return its version.
+
+        obstore does not repeat such a request after a reset connection: the first one may have met
+        the condition. The callers recognize an object of their own.
+        """
+        options = {"use_multipart": False, "mode": mode}
+        try:
+            return _object_version(obstore.put(self._store, name, content, **options))
+        except GenericError as error:
+            if attempts == 1 or "kind: Interrupted" not in str(error):
+                raise
+        return self._put_if(name, content, mode, attempts - 1)
+
     def begin(self) -> None:
         """Show before a new run that its storage takes conditional writes. Raises StorageError."""
         with (
             storage_errors(f"{self.uri} cannot be written"),
             suppress(AlreadyExistsError),  # the answer to our own request was lost
         ):
-            _put_if(self._store, _FIRST_WRITER, self._writer.encode(), "create")
+            self._put_if(_FIRST_WRITER, self._writer.encode(), "create")
 
     def _read_index(self) -> tuple[bytes, _ObjectVersion]:
         """Return content and version of the index; none of them without it."""
@@ -115,7 +113,7 @@ class RunCopy:
                     f"another process writes to {self.uri} now: {printable(writer)}"
                 )
             with suppress(PreconditionError):  # somebody has written it just now
-                version = _put_if(self._store, INDEX, self._signed(content), version)
+                version = self._put_if(INDEX, self._signed(content), version)
                 self._published[INDEX] = file, version
                 return
 
@@ -176,7 +174,7 @@ class RunCopy:
             content = self._signed(content)
         while True:
             try:
-                return _put_if(self._store, name, content, version or "create")
+                return self._put_if(name, content, version or "create")
             except (AlreadyExistsError, PreconditionError):
                 version = _object_version(obstore.head(self._store, name))
                 self._claim()

@@ -20,7 +20,7 @@ recalibrated      or BatchNorm's statistics from 64 batches before the evaluatio
 linear            or a linear decay instead
 growing           the job with a batch that doubles after 1/3 and 2/3 of the epochs, up to this one
 muon              Muon at 0.1 for any batch, linear decay, warm-up; with and without smoothing
-rmsprop, rising   see survey.py
+rmsprop           see survey.py
 
 Accuracies in percent on the 10,000 test images after the last epoch, mean, lowest and highest over
 the seeds; how much higher those on the training images are. The paper reports one training of each
@@ -114,9 +114,8 @@ ROWS: dict[str, tuple[str, ...]] = {
     "muon": (*_MUON, *_UNSMOOTHED),
     "muon_smoothing": _MUON,
     "rmsprop": (*_SGD, _RMSPROP),
-    "rising": (*_SGD, *_WARM, f"optimizer.momentum_warmup={{epochs: {_WARMUP}, initial: 0.5}}"),
 }
-LADDER = tuple(name for name in ROWS if name not in ("rmsprop", "rising"))
+LADDER = tuple(name for name in ROWS if name != "rmsprop")
 BY_BATCH = ("unscaled", "sgd", "warmup", "smoothing", "arc_cotangent", "linear", "muon")
 PAPER = {"arc_cotangent": "74.9 or more up to 81,920"}
 

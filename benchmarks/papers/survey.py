@@ -13,8 +13,6 @@ more noise generalizes better       `equal_fixed` and `equal_scaled` at batches 
                                     scaled rate (Smith and Le): the difference of the accuracies
                                     on training and on test images, and lr N / B
 RMSprop first, momentum SGD later   `rmsprop` against `warmup` at 1,024 (Akiba et al.)
-a schedule of the momentum          `rising`: `warmup` with a momentum that rises from 0.5 to 0.9
-                                    in the first 2 epochs; the survey gives no rule, this is ours
 a perceptron of 3 layers and 100    `perceptron`: 20 passes over 50,000 images of Fashion-MNIST,
 units trains in 3 minutes on a CPU  which are as large as MNIST's, on one core: see `seconds`
 
@@ -53,7 +51,7 @@ def main() -> None:
 def plan(args: argparse.Namespace) -> list[Training]:
     """Return the trainings of `--quick` or `--full`."""
     equal = equal_steps(EQUAL_BATCHES[:2] if args.quick else EQUAL_BATCHES, args.seeds)
-    single = trainings(("rmsprop", "rising", "warmup"), (1024,), args.seeds)
+    single = trainings(("rmsprop", "warmup"), (1024,), args.seeds)
     curves = trainings(CURVES, CURVE_BATCHES[::2] if args.quick else BATCHES, args.seeds)
     return curves + single + equal + [perceptron(seed) for seed in range(args.seeds)]
 

@@ -28,8 +28,7 @@ _NEEDED = ("model", "data", "optimizer", "task", "loss")
 class Predictions(NamedTuple):
     """Probabilities, float32 [samples, classes], and labels, int64 [samples], in order, on CPU.
 
-    `digest`: of the data, as a resume compares it. `changes`: what changed in them since the
-    checkpoint.
+    `digest`: of the data, as a resume compares it. `changes`: in them since the checkpoint.
     """
 
     probabilities: Tensor
@@ -40,16 +39,13 @@ class Predictions(NamedTuple):
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The metrics of a task on the test set; with classification `top1_error`, `top5_error`.
-
-    `changes`: what changed in the data since the checkpoint.
-    """
+    """The metrics of a task on the test set; with classification `top1_error`, `top5_error`."""
 
     run: str
     checkpoint: str
     samples: int
     metrics: dict[str, float]
-    changes: str = ""
+    changes: str = ""  # of the data since the checkpoint
 
 
 @dataclass(frozen=True)
@@ -83,9 +79,8 @@ def evaluate_runs(run_dirs: Sequence[str], *, ensemble: bool, trust: bool = Fals
     """Evaluate the latest checkpoint of each run directory, or single checkpoints in them.
 
     With `ensemble` the mean of all probabilities is evaluated too; with `trust`, functions that
-    the runs' jobs name are run. Raises JobError when an argument is not a run or the runs of an
-    ensemble have different data or a task, CheckpointError or DataError when checkpoint or data
-    cannot be read.
+    the runs' jobs name are run. Raises JobError for what is no run and an ensemble of different
+    data or of a task, CheckpointError or DataError when checkpoint or data cannot be read.
     """
     classifier = "raytrain-opt evaluate --ensemble" if ensemble else None
     runs = [find_run(run_dir, trust, classifier) for run_dir in run_dirs]
@@ -152,9 +147,9 @@ def _evaluate(run: SavedRun) -> Evaluated:
     if run.job.task.is_classification:
         return evaluate_predictions(run.argument, checkpoint, _predict(run))
     with trained_learner(run) as learner:
-        totals = learner.add_ranks(learner.evaluate("test"))
-        changes = _changes(run, learner)
-    return Evaluated(run.argument, checkpoint, totals.samples, totals.means, changes)
+        totals = learner.add_ranks(learner.evaluate(learner.info.last_set))
+        metrics, changes = totals.means, _changes(run, learner)
+    return Evaluated(run.argument, checkpoint, totals.samples, metrics, changes)
 
 
 def _changes(run: SavedRun, learner: Learner) -> str:
@@ -175,12 +170,12 @@ def evaluate_predictions(run: str, checkpoint: str, predictions: Predictions) ->
 
 
 def _predict(run: SavedRun) -> Predictions:
-    """Return what the run's network predicts for the test split."""
+    """Return what the run's network predicts for the test set, of three sets the third."""
     probabilities, labels = [], []
     with trained_learner(run) as learner:
-        for batch in learner.data.eval_batches("test", 0, 1, learner.config.eval_batch_size):
+        size, last = learner.config.eval_batch_size, learner.info.last_set
+        for batch in learner.data.eval_batches(last, 0, 1, size):
             probabilities.append(learner.model(batch.x).float().softmax(dim=1).cpu())
             labels.append(batch.y.cpu())
-        digest = learner.data.source.digest()
-        changes = _changes(run, learner)
-        return Predictions(torch.cat(probabilities), torch.cat(labels), digest, changes)
+        facts = learner.data.source.digest(), _changes(run, learner)
+        return Predictions(torch.cat(probabilities), torch.cat(labels), *facts)

@@ -70,16 +70,16 @@ def print_predictions(
 
 
 def predict_test_set(run: SavedRun) -> Iterator[Prediction]:
-    """Yield the most probable classes and the class of each sample of the run's test set.
+    """Yield the most probable classes and the class of each sample of the run's last set.
 
     Of a task, all that its `validation_metrics` returns of each. Raises JobError, DataError.
     """
     with trained_learner(run) as learner:
-        start, source = 0, learner.data.source
-        for batch in learner.data.eval_batches("test", 0, 1, learner.config.eval_batch_size):
+        start, source, last = 0, learner.data.source, learner.info.last_set
+        for batch in learner.data.eval_batches(last, 0, 1, learner.config.eval_batch_size):
             numbers = batch.indices or range(start, start + batch.size)
             start += batch.size
-            samples = [source.file("test", n) or f"sample {n}" for n in numbers]
+            samples = [source.file(last, n) or f"sample {n}" for n in numbers]
             yield from _predict_samples(learner, batch, samples)
 
 

@@ -72,8 +72,8 @@ _SEARCH_ON = (
     "each trains on all workers, as the model does, one after the other, and no slots are "
     "started."
 )
-# Larger rates destroy what trained weights have learned before it is used.
-FINE_TUNING_LR = 0.01
+# SGD's usual rate, and the factor for trained weights: more destroys what they have learned.
+SGD_LR, FINE_TUNING = 0.1, 0.1
 
 _SCALING = "Scale `initial` to the global batch size. Default: no scaling."
 
@@ -99,17 +99,12 @@ class _Policy(Section):
     def summary(self) -> str:
         """The policy and its most important settings."""
         names, fields = ("shape", "initial", "candidates", "alpha", "schedule"), vars(self)
-        return ", ".join([self.policy, *(f"{n} {fields[n]}" for n in names if n in fields)])
+        return ", ".join([self.policy, *(f"{n} {fields[n]}" for n in names if fields.get(n))])
 
     @property
     def follows_metric(self) -> bool:
         """Whether the rate follows the metric of the validation split."""
         return False
-
-    @property
-    def last_milestone(self) -> int:
-        """The last epoch after which the rate is multiplied; 0 if there is none."""
-        return 0
 
     @property
     def decays(self) -> bool:
@@ -196,11 +191,13 @@ class HorizonPolicy(_Policy):
     is_found: ClassVar[bool] = True
 
     policy: Literal["stpt_horizon"]
-    initial: PositiveFloat = Field(
-        0.1,
+    initial: PositiveFloat | None = Field(
+        None,
         description=(
             "Rate at which the search starts; a factor of 100 off is fine. Trainings that are too "
-            f"short for a search use it. Default with model.weights: {FINE_TUNING_LR:g}."
+            "short for a search use it. Several optimizers start at their usual rates times "
+            f"initial / {SGD_LR:g}. Default: {SGD_LR:g}; with one optimizer, its usual rate; with "
+            f"model.weights, {FINE_TUNING:g} of that."
         ),
     )
     scaling: Scaling | None = Field(None, description=_SCALING)
@@ -267,10 +264,6 @@ class SchedulePolicy(_Policy):
         return self.shape == "plateau"
 
     @property
-    def last_milestone(self) -> int:
-        return max(self.milestones, default=0)
-
-    @property
     def decays(self) -> bool:
         return self.shape in ("linear", "polynomial", "cosine")
 
@@ -282,10 +275,7 @@ class SchedulePolicy(_Policy):
         for name, shapes in _FIELDS_OF_SHAPES.items():
             default = type(self).model_fields[name].get_default(call_default_factory=True)
             if self.shape not in shapes and getattr(self, name) != default:
-                yield (
-                    name,
-                    f"has no effect with shape {self.shape}; of {', '.join(shapes)}",
-                )
+                yield (name, f"has no effect with shape {self.shape}; of {', '.join(shapes)}")
         if self.shape == "multistep" and not self.milestones:
             yield "milestones", "are required with shape multistep, at least one"
         if self.milestones != sorted(set(self.milestones)):

@@ -35,7 +35,6 @@ def _needing_common_steps(job: Job) -> list[str]:
         "data.drop_last": not job.data.drop_last,
         "optimizer": optimizer.is_choice,
         "optimizer.name": optimizer.is_schedule_free or optimizer.traits.counts_updates,
-        "optimizer.momentum_warmup": optimizer.momentum_warmup,
         "optimizer.clip_norm": optimizer.clip_norm,
         "average": job.average is not None,
         "batch_norm.recalibrate_batches": job.batch_norm.recalibrate_batches,
@@ -61,8 +60,6 @@ def _length_rules(job: Job) -> Iterator[BrokenRule]:
     warmup_epochs = 0 if section.warmup is None else section.warmup.epochs
     if epochs is not None and warmup_epochs > epochs:
         yield "learning_rate.warmup.epochs", f"is more than the {epochs} epochs of the job"
-    if epochs is not None and (last := section.last_milestone) >= epochs:
-        yield "learning_rate.milestones", f"epoch {last} is not before the last epoch, {epochs}"
     if any(b.epoch <= a.epoch or b.factor <= a.factor for a, b in pairwise(ramp)):
         yield "batch_ramp", "epochs and factors must increase from one entry to the next"
     last = max((step.epoch for step in ramp), default=0)
@@ -107,8 +104,6 @@ def _method_rules(job: Job) -> Iterator[BrokenRule]:
     if optimizer.is_choice and not section.searches_first:
         rule = f"auto is chosen by policy stpt_horizon; with {section.policy}, name one"
         yield "optimizer", rule
-    if optimizer.momentum_warmup and section.has_candidates:
-        yield "optimizer.momentum_warmup", "needs policy schedule or replay"
     if optimizer.has_auto_weight_decay and not section.is_found:
         rule = "auto is chosen by policy stpt_horizon; else give a number"
         yield "optimizer.args.weight_decay", rule

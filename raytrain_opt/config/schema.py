@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field
 
 from raytrain_opt.config import rules
 from raytrain_opt.config.batch_size import BatchSizeSection
 from raytrain_opt.config.data import DataSection, HoldOut
 from raytrain_opt.config.learning_rate import (
-    FINE_TUNING_LR,
+    FINE_TUNING,
+    SGD_LR,
     HorizonPolicy,
     LearningRateSection,
     SearchOn,
@@ -339,14 +340,14 @@ class Job(Section):
     timeouts: TimeoutsSection = Field(default_factory=TimeoutsSection)
     """Time limits, in seconds."""
 
-    @field_validator("learning_rate")
-    @classmethod
-    def _start_lower_with_trained_weights(cls, section: Any, info: ValidationInfo) -> Any:
-        model = info.data.get("model")
-        is_free = section.searches_first and "initial" not in section.model_fields_set
-        if is_free and model is not None and model.weights is not None:
-            return section.model_copy(update={"initial": FINE_TUNING_LR})
-        return section
+    @property
+    def initial_lr(self) -> float:
+        """Return learning_rate.initial, or its default for optimizer and weights."""
+        if (initial := self.learning_rate.initial) is not None:
+            return initial
+        lr = SGD_LR if self.model.weights is None else SGD_LR * FINE_TUNING
+        usual = self.optimizers[0].traits.usual_lr if len(self.optimizers) == 1 else None
+        return lr if usual is None else lr * usual / SGD_LR
 
     @property
     def optimizers(self) -> tuple[OptimizerSection, ...]:

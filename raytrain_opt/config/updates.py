@@ -10,7 +10,6 @@ from pydantic import Field
 
 from raytrain_opt.config.section import (
     BrokenRule,
-    Fraction,
     NamedSection,
     NameOrFunction,
     NonNegativeInt,
@@ -63,15 +62,6 @@ def _default_args(section: dict[str, Any]) -> dict[str, Any]:
     return {"momentum": 0.9, "weight_decay": 1e-4} if section.get("name", "SGD") == "SGD" else {}
 
 
-class MomentumWarmup(Section):
-    """A momentum that rises linearly to the optimizer's in the first epochs."""
-
-    epochs: PositiveFloat
-    """Length in epochs."""
-    initial: Fraction
-    """Momentum of the first update."""
-
-
 class OptimizerSection(NamedSection):
     """An optimizer of torch.optim or of this package; the policy sets its learning rate."""
 
@@ -91,8 +81,6 @@ class OptimizerSection(NamedSection):
     first that matches a parameter counts."""
     clip_norm: PositiveFloat | None = None
     """Norm to which the gradient of a global batch is scaled down. Default: no clipping."""
-    momentum_warmup: MomentumWarmup | None = None
-    """Let the momentum rise, with policies schedule and replay, and synchronous workers."""
 
     @property
     def traits(self) -> Traits:

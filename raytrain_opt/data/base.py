@@ -102,6 +102,11 @@ class DataInfo:
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property
+    def last_set(self) -> Literal["test", "final"]:
+        """The set that no choice has seen: the third, if there are three."""
+        return "final" if self.final_size else "test"
+
+    @property
     def class_labels(self) -> tuple[str, ...]:
         """The names of the classes, or their numbers."""
         return self.class_names or tuple(map(str, range(self.num_classes)))

@@ -196,7 +196,12 @@ def class_folders(folder: Path, left_out: Counter[str]) -> list[str]:
                 names.append(entry.name)
             else:
                 left_out[kind or "beside the folders of classes"] += 1
-    return sorted(names)
+    return in_order(names)
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Sort the names of classes, numbers by their values if all are numbers."""
+    return sorted(sorted(names), key=int if all(map(str.isdecimal, names)) else str)
 
 
 def image_paths(folder: str | Path, left_out: Counter[str]) -> Iterator[tuple[str, str]]:
@@ -257,7 +262,7 @@ def _read_labels(section: ImageFolderData, path: str) -> dict[SourceSplit, Image
         for split, of_split in {"train": files["train"], "test": tests["test"]}.items():
             if not of_split:
                 raise ValueError(f"has no file of split {split}")
-        classes = sorted({label for _, label in files["train"]})
+        classes = in_order({label for _, label in files["train"]})
         numbers = {name: number for number, name in enumerate(classes)}
         if unknown := {y for of_split in tests.values() for _, y in of_split} - numbers.keys():
             raise ValueError(f"has labels that only test files have: {first_of(sorted(unknown))}")

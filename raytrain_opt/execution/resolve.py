@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from raytrain_opt.config.schema import Job
+from raytrain_opt.config.section import is_function_name
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.optim.epoch_steps import EpochSteps, Length, epoch_steps, length_of
 from raytrain_opt.optim.scaling import ScalingRule, scale_lr
@@ -94,6 +95,7 @@ def resolve(job: Job, facts: Facts, placement: Placement, global_batch_size: int
         step_flops=facts.search_flops * global_batch_size,
         guessing_loss=guessing_loss(job, facts.info.num_classes, facts.info.class_counts),
         classifies=job.task.is_classification,
+        own_order=is_function_name(job.data.sampler),
     )
     policy = build_policy(chosen, length, steps, task)
     learner = replace(learner, optimizers=chosen.optimizers, data_digest=facts.info.digest)
@@ -106,7 +108,7 @@ def settle(job: Job, placement: Placement, global_batch_size: int) -> Job:
     if job.batch_size_search is not None:
         changes |= {"global_batch_size": global_batch_size, "batch_size_search": None}
     policy = job.learning_rate
-    if job.batch_size_search is not None or policy.scaling is not None:
+    if job.batch_size_search is not None or policy.scaling is not None or policy.initial is None:
         lr = scaled_lr(job, global_batch_size)
         changes["learning_rate"] = policy.model_copy(update={"initial": lr, "scaling": None})
     changes["workers"] = job.workers.settled(placement.workers, placement.threads)
@@ -116,7 +118,7 @@ def settle(job: Job, placement: Placement, global_batch_size: int) -> Job:
 def scaled_lr(job: Job, global_batch_size: int) -> float:
     """Return the initial rate for a batch."""
     rule, reference = scaling_of(job)
-    return scale_lr(rule, job.learning_rate.initial, reference, global_batch_size)
+    return scale_lr(rule, job.initial_lr, reference, global_batch_size)
 
 
 def scaling_of(job: Job) -> tuple[ScalingRule, int]:

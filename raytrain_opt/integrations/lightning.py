@@ -12,7 +12,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -53,14 +53,17 @@ def from_module(
 
     datamodule: default is the module itself, with its `train_dataloader` and `val_dataloader`.
     monitor: logged metric that decides which epoch is best, as for Lightning's ModelCheckpoint.
-    mode: min or max; default is min for names with "loss".
+    mode: min or max; needed for names without "loss".
     fields: of the job, such as epochs. Default global_batch_size: the training loader's.
 
     `configure_optimizers` is not called: the job chooses the optimizer, or names one.
     Raises JobError for what would be ignored: manual optimization, hooks, several loaders.
     """
     source = datamodule or module
-    refuse([*_ignored(module), *(_ignored(datamodule) if datamodule else ())], "from_module")
+    problems = [*_ignored(module), *(_ignored(datamodule) if datamodule else ())]
+    if mode not in ("min", "max") and (mode or "loss" not in monitor):
+        problems.append(("mode", f"says which values of {monitor} are better", "give min or max"))
+    refuse(problems, "from_module")
     for owner in filter(None, (datamodule, module)):
         owner.prepare_data()
         owner.setup("fit")
@@ -70,7 +73,7 @@ def from_module(
     defaults: dict[str, Any] = {
         "model": _network(module),
         "data": {"name": data, "loader_workers": train.num_workers},
-        "task": LightningTask(monitor, mode or ("min" if "loss" in monitor else "max")),
+        "task": LightningTask(monitor, mode or "min"),
     }
     if train.batch_size is not None:
         defaults["global_batch_size"] = train.batch_size
@@ -79,6 +82,8 @@ def from_module(
 
 class LightningTask:
     """A task that calls the steps of a `Network`."""
+
+    gives_batch_means: ClassVar[bool] = True
 
     def __init__(self, monitor: str, mode: str) -> None:
         self.metric, self.higher_is_better = monitor, mode == "max"
@@ -103,14 +108,21 @@ class LightningTask:
             else of_each(value, ones)
             for name, value in logged.items()
         }
+        return {**values, "loss": of_each(self._loss(output, logged), ones)}
+
+    def _loss(self, output: Any, logged: Mapping[str, Any]) -> Any:
+        """Return the loss: the monitored one, else the returned one, else the logged one."""
+        losses = {n: v for n, v in logged.items() if "loss" in n and not hasattr(v, "compute")}
+        if self.metric in losses and not self.higher_is_better:
+            return losses[self.metric]
         if isinstance(output, Mapping):
             output = output.get("loss")
-        if output is None:
-            output = next((v for name, v in values.items() if "loss" in name), None)
-        if output is None:
-            rule = "returns no loss and logs none; return it, or self.log('val_loss', loss)"
-            raise DataError("task", f"validation_step {rule}")
-        return {**values, "loss": of_each(output, ones)}
+        if isinstance(output, Tensor) and output.dim() == 0:
+            return output
+        if "val_loss" in losses or len(losses) == 1:
+            return losses.get("val_loss", next(iter(losses.values())))
+        rule = f"returns no loss and logs {' and '.join(losses) or 'none'}"
+        raise DataError("task", f"validation_step {rule}; self.log('val_loss', loss)")
 
     def aggregate(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the logged metrics of all samples."""

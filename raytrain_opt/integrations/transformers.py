@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -72,6 +72,8 @@ def from_model(
 @dataclass(frozen=True)
 class TransformersTask:
     """A task that calls the model with a batch by name; `labels`: names of its targets."""
+
+    gives_batch_means: ClassVar[bool] = True
 
     labels: Sequence[str]
     ignored: Sequence[str]

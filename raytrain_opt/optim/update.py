@@ -1,4 +1,4 @@
-"""Update the weights: rate, momentum, weight decay, clipping and the step of an optimizer."""
+"""Update the weights: rate, weight decay, clipping and the step of an optimizer."""
 
 from __future__ import annotations
 
@@ -8,26 +8,11 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from raytrain_opt.config.updates import MomentumWarmup
-from raytrain_opt.errors import JobError, Problem
-
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
     """Set the learning rate of the next update: in each group `lr` times its `lr_multiplier`."""
     for group in optimizer.param_groups:
         group["lr"] = lr * float(group.get("lr_multiplier", 1.0))
-
-
-def set_momentum(optimizer: Optimizer, warmup: MomentumWarmup | None, epoch: float) -> None:
-    """Set the momentum after `epoch` epochs of a warm-up. Raises JobError where there is none."""
-    if warmup is None:
-        return
-    if (final := optimizer.defaults.get("momentum")) is None:
-        rule = f"{type(optimizer).__name__} has no argument momentum; remove it"
-        raise JobError([Problem("optimizer.momentum_warmup", rule)])
-    risen = min(1.0, epoch / warmup.epochs)
-    for group in optimizer.param_groups:
-        group["momentum"] = warmup.initial + risen * (final - warmup.initial)
 
 
 def get_weight_decays(optimizer: Optimizer) -> list[float]:

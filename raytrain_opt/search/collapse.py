@@ -50,28 +50,33 @@ class Attempt:
         )
 
 
-def latest_attempt(history: History, epochs: int, guessing_loss: float = math.inf) -> Attempt:
+def latest_attempt(
+    history: History, epochs: int, guessing_loss: float = math.inf, *, may_rise: bool = False
+) -> Attempt:
     """Return the attempt that the next epoch of a training of `epochs` belongs to.
 
-    `guessing_loss`: see `optimizer_race`; infinite if unknown.
+    `guessing_loss`: see `optimizer_race`; infinite if unknown. `may_rise`: a sampler of the user's
+    own may begin with easy samples, so that only a loss that is not finite shows a collapse.
     """
     attempt, epoch = Attempt(), len(history.epoch_losses)
     if history.restarts:
         attempt = Attempt(history.restarts[-1] - 1, len(history.restarts))
     may_start = attempt.start < epoch < last_restart(epochs) and attempt.number < _MAX_RESTARTS
-    if may_start and (why := _why_collapsed(attempt, history, epochs, guessing_loss)):
+    if may_start and (why := _why_collapsed(attempt, history, epochs, guessing_loss, may_rise)):
         return Attempt(epoch, attempt.number + 1, why)
     return attempt
 
 
-def _why_collapsed(attempt: Attempt, history: History, epochs: int, guessing_loss: float) -> str:
+def _why_collapsed(
+    attempt: Attempt, history: History, epochs: int, guessing_loss: float, may_rise: bool
+) -> str:
     """Return why the attempt has collapsed in the latest epoch; an empty text if it has not."""
     loss = history.epoch_losses[-1]
     why = f"the training loss is {loss:.3g}"
     if not math.isfinite(loss):
         return why
     first, last = (max(_FEWEST_EPOCHS, math.ceil(epochs * part)) for part in (0.1, 0.25))
-    if not first <= len(history.epoch_losses) - attempt.start <= last:
+    if may_rise or not first <= len(history.epoch_losses) - attempt.start <= last:
         return ""
     limits = {"the first epoch's": history.epoch_losses[attempt.start]}
     tried = (result for decision in history.decisions for result in decision.tried)

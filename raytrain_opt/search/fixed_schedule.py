@@ -28,8 +28,11 @@ class FixedSchedule(Policy):
     steps: EpochSteps
 
     def __post_init__(self) -> None:
-        if self.length.known_epochs:  # a warm-up that is too long is refused now
+        if epochs := self.length.known_epochs:  # what is too long is refused now
             self._total(())
+            if (last := max(self.section.milestones, default=0)) >= epochs:
+                rule = f"must be before the last epoch, {epochs}"
+                raise JobError([Problem("learning_rate.milestones", rule, str(last))])
 
     def _total(self, plans: Sequence[EpochSpan]) -> int:
         """Return the updates of the schedule. Raises JobError if its warm-up has more."""
@@ -53,7 +56,8 @@ class FixedSchedule(Policy):
 
     def _drops(self, losses: Sequence[float]) -> int:
         drops, waited, lowest = 0, 0, math.inf
-        for loss in losses if self.section.follows_metric else ():
+        warmup = math.ceil(self.section.warmup.length(self.steps.first) / self.steps.first)
+        for loss in losses[warmup:] if self.section.follows_metric else ():
             waited = 0 if loss < lowest else waited + 1
             lowest = min(lowest, loss)
             if waited > self.section.patience:

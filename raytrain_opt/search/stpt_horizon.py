@@ -20,7 +20,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from raytrain_opt.config.learning_rate import FINE_TUNING_LR, HorizonPolicy
+from raytrain_opt.config.learning_rate import SGD_LR, HorizonPolicy
 from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.errors import DivergedError
 from raytrain_opt.optim.epoch_steps import EpochSpan, EpochSteps, Length
@@ -48,9 +48,6 @@ from raytrain_opt.search.policy import (
 )
 from raytrain_opt.search.weight_decay import Watch, decay_by_fit
 
-# Of several optimizers, each starts at its usual rate times initial / this, SGD's usual rate.
-_SGD_LR = 0.1
-
 # The peak of networks that do not normalize channels, relative to what short schedules prefer: a
 # full training stays near its peak for many more updates. At 1 instead, seven tasks of MLPs, VGGs
 # and ViTs lose 2.2 points in the mean. Weights in front of BatchNorm or GroupNorm have no scale of
@@ -75,6 +72,7 @@ class TaskFacts:
     step_flops: float = math.inf  # operations of an update
     guessing_loss: float = math.inf  # see `optimizer_race`
     classifies: bool = True  # not a task of the user's own
+    own_order: bool = False  # a sampler of the user's own
 
 
 NO_FACTS = TaskFacts()
@@ -178,11 +176,10 @@ class HorizonStpt(Policy):
 
     def _initial(self, optimizer: int) -> float:
         """Return the rate at which the search starts, and which trains if it cannot decide."""
-        # The job gives it for SGD where there are several; so is the default.
-        initial = self.section.initial
-        if len(self.optimizers) == 1 and initial not in (_SGD_LR, FINE_TUNING_LR):
+        initial = self.section.initial or SGD_LR
+        if len(self.optimizers) == 1:
             return initial
-        return initial * (self.optimizers[optimizer].traits.usual_lr or _SGD_LR) / _SGD_LR
+        return initial * (self.optimizers[optimizer].traits.usual_lr or SGD_LR) / SGD_LR
 
     def next(self, epoch: int, history: History) -> TryCandidates | StartAgain | TrainEpoch:
         """Return a round before epoch 1, a new start, or an epoch. Raises DivergedError."""
@@ -202,7 +199,8 @@ class HorizonStpt(Policy):
         except DivergedError:  # which `next` raises, once this round is recorded
             return undecided
         assert following is not None
-        name = self._shown_name(following.optimizer)
+        several = len(self.optimizers) > 1
+        name = f"{self.optimizers[following.optimizer].name}, " if several else ""
         if isinstance(following, PeakRequest):
             reason = f"next {name}{following.stage}: {following.reason}"
             if not history.decisions:  # what the search may cost
@@ -221,10 +219,6 @@ class HorizonStpt(Policy):
             untrained_loss=following.untrained_loss,
             reason=f"{how}{name}peak {following.lr:.3g}: {following.reason}",
         )
-
-    def _shown_name(self, optimizer: int) -> str:
-        """Return the optimizer's name for a reason, where the job has several."""
-        return f"{self.optimizers[optimizer].name}, " if len(self.optimizers) > 1 else ""
 
     def _try_peaks(self, request: PeakRequest, history: History) -> TryCandidates:
         optimizer = request.optimizer
@@ -246,7 +240,8 @@ class HorizonStpt(Policy):
         )
 
     def _train(self, epoch: int, history: History) -> StartAgain | TrainEpoch:
-        attempt = latest_attempt(history, self.length.known_epochs, self.facts.guessing_loss)
+        epochs, facts = self.length.known_epochs, self.facts
+        attempt = latest_attempt(history, epochs, facts.guessing_loss, may_rise=facts.own_order)
         span = self.length.span(epoch, self.steps, history.plans, attempt.start)
         found = history.latest
         optimizer = found.next_optimizer if found else 0

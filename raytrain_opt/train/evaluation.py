@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 # Longest side of the image of a mistake, in pixels.
 _THUMBNAIL_PX = 64
+# Batches of an evaluation, and samples in each, where a task gives the mean loss of a batch alone.
+_LEAST_MEANS, _LEAST_OF_MEANS = 16, 2
 
 
 @torch.no_grad()
@@ -53,8 +55,11 @@ def evaluate(
     sums = torch.zeros(len(names) + 1, device=learner.device, dtype=torch.float64)
     model.eval()
     sizes = {"test": data.info.test_size, "final": data.info.final_size}
-    batch_size = learner.config.eval_batch_size
-    total = math.ceil(sizes.get(split, data.info.validation_size) / (world_size * batch_size))
+    size, batch_size = sizes.get(split, data.info.validation_size), learner.config.eval_batch_size
+    if gives_means := getattr(task, "gives_batch_means", False):
+        # Enough batches to see how far their losses vary.
+        batch_size = min(batch_size, max(_LEAST_OF_MEANS, size // _LEAST_MEANS))
+    total = math.ceil(size / (world_size * batch_size))
     recorder = None
     if split == "test" and isinstance(task, Classification):
         recorder = PredictionRecorder(model)
@@ -85,6 +90,7 @@ def evaluate(
         metric_of(task),
         predictions,
         loss_squares=loss_squares,
+        samples_per_loss=batch_size if gives_means else 1,
         outputs=outputs,
     )
 
@@ -149,7 +155,8 @@ class PredictionRecorder(nn.Module):
         return output
 
     def add(self, batch: Batch) -> None:
-        confidences, classes = self._output.float().softmax(dim=1).max(dim=1)
+        classes = self._output.argmax(dim=1)
+        confidences = self._output.float().softmax(dim=1).amax(dim=1)
         # A loss of the user's own may be finite where an output is not.
         confidences = confidences.nan_to_num()
         self._pairs.append(torch.stack([batch.y, classes], dim=1))

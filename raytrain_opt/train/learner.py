@@ -24,13 +24,7 @@ from raytrain_opt.errors import DataError
 from raytrain_opt.optim import averaging
 from raytrain_opt.optim.epoch_steps import ramp_factor
 from raytrain_opt.optim.factory import build_optimizer
-from raytrain_opt.optim.update import (
-    get_weight_decays,
-    set_lr,
-    set_momentum,
-    set_weight_decays,
-    update_weights,
-)
+from raytrain_opt.optim.update import get_weight_decays, set_lr, set_weight_decays, update_weights
 from raytrain_opt.random_state import derive_seed, find_generators, seed_all, seeded
 from raytrain_opt.results import NO_STEPS, EvalTotals, Split, Steps, TrainTotals
 from raytrain_opt.train import batch_norm
@@ -165,13 +159,9 @@ class Learner:
         """Train the phase's steps before `until`, counted as `on_step` counts them."""
         self._use_training_mode()
         phase, steps = self._phase, self._steps
-        momentum_warmup = self.config.optimizers[steps.optimizer].momentum_warmup
-        epoch_per_step = self._global_batch_size(phase.epoch) / self.info.train_size
         for update in range(phase.steps, until):
             on_step(update)
             set_lr(self.optimizer, steps.lrs[update])
-            epochs_done = phase.epoch - 1 + (steps.first + update) * epoch_per_step
-            set_momentum(self.optimizer, momentum_warmup, epochs_done)
             self._train_step(steps.first + update, self._batches)
 
     def take_totals(self) -> TrainTotals:

@@ -13,12 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raytrain_opt.clock import monotonic_s
-from raytrain_opt.errors import (
-    RaytrainOptError,
-    UserCodeError,
-    is_lost_connection,
-    origin,
-)
+from raytrain_opt.errors import RaytrainOptError, UserCodeError, is_lost_connection, origin
 from raytrain_opt.results import TrainTotals
 from raytrain_opt.train.micro_batches import MicroBatches
 

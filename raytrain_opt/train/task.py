@@ -7,8 +7,10 @@ metrics of a whole set: see docs/tasks.md.
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from traceback import extract_tb
@@ -55,13 +57,15 @@ class Classification:
         class_weights: Tensor | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        self._is_cross_entropy = section.is_cross_entropy
         self._class_weights = class_weights
+        own = None if section.is_cross_entropy else _user_loss(section.name, device)
         self.loss: Callable[..., Tensor] = (
             partial(functional.cross_entropy, label_smoothing=section.label_smoothing)
-            if self._is_cross_entropy
-            else partial(_call_user_loss, _user_loss(section.name, device))
+            if own is None
+            else partial(_call_user_loss, own)
         )
+        self._of_each = _loss_of_each(own or self.loss)
+        self.gives_batch_means = self._of_each is None
 
     def training_loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the mean loss, of mixed samples over both labels."""
@@ -75,15 +79,14 @@ class Classification:
         return mixed_loss
 
     def validation_metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
-        """Return loss (of a user's function: the batch's mean), accuracy and top-5."""
+        """Return loss (of a function without `reduction`, the batch's mean), accuracy, top-5."""
         x, labels = batch
         output = model(x)
+        is_right = output.argmax(dim=1) == labels
         hits = output.topk(min(5, output.shape[1]), dim=1).indices == labels.unsqueeze(1)
-        if self._is_cross_entropy:
-            losses = self._losses(output, labels)
-        else:
-            losses = self.loss(output, labels).expand(len(labels))
-        return {"loss": losses, "accuracy": hits[:, 0], "top5": hits.any(dim=1)}
+        loss = self.loss(output, labels) if self._of_each is None else self._losses(output, labels)
+        losses = loss if loss.dim() else loss.expand(len(labels))
+        return {"loss": losses, "accuracy": is_right, "top5": hits.any(dim=1) | is_right}
 
     def _mean_loss(self, output: Tensor, labels: Tensor) -> Tensor:
         # torch divides by the weights of the batch: then micro-batches would count differently.
@@ -91,7 +94,8 @@ class Classification:
         return self._losses(output, labels).mean() if weighted else self.loss(output, labels)
 
     def _losses(self, output: Tensor, labels: Tensor) -> Tensor:
-        losses = self.loss(output, labels, reduction="none")
+        assert self._of_each is not None
+        losses = self._of_each(output, labels)
         return losses if self._class_weights is None else losses * self._class_weights[labels]
 
 
@@ -341,7 +345,16 @@ def _described(value: object) -> str:
 def check_loss(section: LossSection) -> list[Problem]:
     if section.is_cross_entropy:
         return []
-    return _check_name(section.name, "loss.name", CROSS_ENTROPY, "package.module:function")
+    form = "package.module:function"
+    if problems := _check_name(section.name, "loss.name", CROSS_ENTROPY, form):
+        return problems
+    loss: Any = resolve_function(section.name, "loss.name")
+    loss = loss.value if isinstance(loss, Instance) else loss
+    if getattr(loss, "reduction", "mean") != "mean" or getattr(loss, "weight", None) is not None:
+        rule = "must be the mean over samples that count alike, for any size of micro-batches"
+        hint = 'write reduction="mean", and weights as loss.class_weights of cross_entropy'
+        return [Problem("loss.name", rule, repr(loss), hint)]
+    return []
 
 
 def _check_name(name: NameOrFunction, path: str, built_in: str, form: str) -> list[Problem]:
@@ -356,6 +369,18 @@ def _user_loss(name: NameOrFunction, device: torch.device | str) -> Callable[...
         return function
     loss = function()
     return loss.to(device) if isinstance(loss, nn.Module) else loss
+
+
+def _loss_of_each(loss: Any) -> Callable[..., Tensor] | None:
+    """Return the losses of each sample, as torch's own losses can give them; else None."""
+    if isinstance(loss, nn.Module) and hasattr(loss, "reduction"):
+        of_each: Any = copy.copy(loss)
+        of_each.reduction = "none"
+        return partial(of_each)
+    with suppress(TypeError, ValueError):  # has no signature
+        if "reduction" in inspect.signature(loss).parameters:
+            return partial(loss, reduction="none")
+    return None
 
 
 def _call_user_loss(function: Callable[..., Any], output: Tensor, labels: Tensor) -> Tensor:

@@ -56,13 +56,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 @pytest.mark.parametrize(
     ("threads", "cpu_s", "expected"),
-    [
-        (1, 1.0, 50.0),
-        (1, 1.5, 75.0),
-        (4, 2.0, 25.0),
-        (2, 0.0, 0.0),
-        (1, 3.0, 100.0),
-    ],
+    [(1, 1.0, 50.0), (1, 1.5, 75.0), (4, 2.0, 25.0), (2, 0.0, 0.0), (1, 3.0, 100.0)],
 )
 def test_cpu_time_over_the_time_of_the_threads(
     machine: SimpleNamespace, threads: int, cpu_s: float, expected: float
@@ -243,9 +237,7 @@ def test_a_gpu_is_found_by_its_uuid(gpus: Machine, uuid: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "gpu",
-    [FakeGpu(B), FakeGpu(A, reports=False)],
-    ids=["unknown", "does not report"],
+    "gpu", [FakeGpu(B), FakeGpu(A, reports=False)], ids=["unknown", "does not report"]
 )
 def test_a_gpu_that_nvml_cannot_watch_is_refused_at_once(gpus: Machine, gpu: FakeGpu) -> None:
     """A MIG instance has a UUID of its own, which torch writes like that of a GPU."""

@@ -18,12 +18,7 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.config.section import Instance
 from raytrain_opt.errors import JobError
 
-BASE: dict[str, Any] = {
-    "model": "resnet8",
-    "data": "digits",
-    "epochs": 2,
-    "global_batch_size": 8,
-}
+BASE: dict[str, Any] = {"model": "resnet8", "data": "digits", "epochs": 2, "global_batch_size": 8}
 
 
 def a_function() -> None:
@@ -94,11 +89,7 @@ def test_weights_are_averaged_by_default_where_the_policy_lets_the_rate_fall(
         ({"policy": "stpt"}, None, HoldOut(0.1)),
         ({"policy": "schedule"}, None, HoldOut(0.0)),
         ({"policy": "schedule"}, 0.1, HoldOut(0.1)),
-        (
-            {"policy": "schedule", "shape": "plateau"},
-            None,
-            HoldOut(0.1),
-        ),
+        ({"policy": "schedule", "shape": "plateau"}, None, HoldOut(0.1)),
     ],
 )
 def test_a_validation_split_is_held_out_where_candidates_are_scored_or_a_plateau_follows_it(

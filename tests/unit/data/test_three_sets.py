@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 
 from raytrain_opt import load_model, run
+from raytrain_opt.commands.evaluate import evaluate_runs, find_run
+from raytrain_opt.commands.predict import predict_test_set
 from raytrain_opt.config.data import ImageFolderData
-from raytrain_opt.data.image_folder import ImageFolderSource
+from raytrain_opt.data.image_folder import ImageFolderSource, class_folders
 from raytrain_opt.execution import result as result_module
 from raytrain_opt.execution.training_run import TrainingRun
 from raytrain_opt.pools.commands import StateRef
@@ -41,6 +44,9 @@ def test_folders_and_splits_of_a_table_are_three_sets(three_sets: Path) -> None:
     folders = open_source(three_sets)
     [note] = folders.notes
     assert note == "test: 6 images are looked at once, at the end"
+    for name in ("10", "9"):  # by value
+        (three_sets / "numbers" / name).mkdir(parents=True)
+    assert class_folders(three_sets / "numbers", Counter()) == ["9", "10"]
     rows = [
         f"{path.relative_to(three_sets)},{path.parent.name},{path.parts[-3]}"
         for path in sorted(three_sets.glob("*/*/*.png"))
@@ -89,6 +95,8 @@ def test_the_best_epoch_is_looked_at_once_and_mistakes_name_their_files(
     names = [best.class_names[number] for number in predicted]
     hits = sum(name == file.parent.name for name, file in zip(names, files, strict=True))
     assert result.summary["final_set"]["accuracy"] == pytest.approx(hits / 6)
+    [evaluated] = evaluate_runs([result.run_dir], ensemble=False).runs
+    assert evaluated.samples == len(list(predict_test_set(find_run(result.run_dir, False)))) == 6
     assert len(read_lines(result.run_dir, "epochs")) == 3
     phases = [(line["epoch"], line["phase"]) for line in read_lines(result.run_dir, "timeline")]
     expected = [(epoch, name) for epoch in (1, 2, 3) for name in ("main_train", "evaluate")]

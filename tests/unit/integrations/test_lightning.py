@@ -10,6 +10,7 @@ from typing import Any
 import lightning
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from torchmetrics import MetricCollection
 from torchmetrics.classification import BinaryF1Score, BinaryRecall
@@ -17,7 +18,7 @@ from torchmetrics.functional.classification import multiclass_f1_score
 
 from raytrain_opt import Job, load_model, run
 from raytrain_opt.errors import DataError, JobError
-from raytrain_opt.integrations.lightning import from_module
+from raytrain_opt.integrations.lightning import LightningTask, from_module
 from tests.support.documents import example
 from tests.support.small_jobs import read_lines, without_times
 
@@ -36,10 +37,11 @@ def test_the_documented_module_is_searched_trained_and_resumed(
     given = digits.LitDigits()
 
     def job(name: str, epochs: int) -> Job:
-        fields = {"learning_rate": STPT, "optimizer": "SGD", "workers": {"count": 2}}
+        fields: Any = {"learning_rate": STPT, "optimizer": "SGD", "workers": {"count": 2}}
+        fields |= {"monitor": "val_f1", "mode": "max", "epochs": epochs}
         place = {"storage_path": str(tmp_path / name), "evaluate": {"batch_size_per_worker": 50}}
         data = digits.DigitsData()
-        return from_module(given, data, monitor="val_f1", epochs=epochs, **fields, **place)
+        return from_module(given, data, **fields, **place)
 
     before = {name: tensor.clone() for name, tensor in given.state_dict().items()}
     whole, first = run(job("a", 3), in_process=True), run(job("b", 2), in_process=True)
@@ -116,6 +118,23 @@ def test_means_and_collections_are_those_of_the_whole_set(tmp_path: Path, batch_
     assert epoch["metric"] == {"name": "loss", "higher_is_better": False}
 
 
+@pytest.mark.parametrize(
+    ("monitor", "logged", "returned", "loss"),
+    [
+        ("a_loss", {"val_loss": 1.0, "a_loss": 2.0}, torch.tensor(3.0), 2.0),
+        ("loss", {"l2_loss": 1.0, "val_loss": 2.0}, torch.tensor(3.0), 3.0),
+        ("loss", {"l2_loss": 1.0, "val_loss": 2.0}, torch.ones(4), 2.0),  # predictions
+    ],
+)
+def test_the_loss_is_the_monitored_one_the_returned_one_or_val_loss(
+    monitor: str, logged: dict[str, float], returned: Tensor, loss: float
+) -> None:
+    task = LightningTask(monitor, "min")
+    network = type("Logged", (), {"__call__": lambda *_: returned, "logged": (logged, {})})()
+    values = task.validation_metrics(network, (None, torch.ones(4)))
+    assert values["loss"].tolist() == [loss] * 4
+
+
 def with_attributes(**attributes: Any) -> Any:
     return type("Changed", (Small,), attributes)()
 
@@ -142,6 +161,7 @@ WEIGHTED = {"sampler": WeightedRandomSampler([1.0] * 50, 50)}
             "configure_callbacks: is a hook .*field of the job",
         ),
         (lambda p: small_job(p, torch.nn.Linear(1, 1)), "Linear is none of LightningModule"),
+        (lambda p: small_job(p, monitor="val_mae"), "mode: says which values of val_mae are bett"),
         (
             lambda p: small_job(p, data=Numbers(**WEIGHTED)),
             "train_dataloader: has a WeightedRandomSampler.*data.sampler",
@@ -165,6 +185,7 @@ def test_what_would_be_ignored_is_refused_by_name(
     ("step", "message"),
     [
         (lambda self, _: self.log("acc", 1.0), "returns no loss and logs none"),
+        (lambda self, _: self.log_dict({"a_loss": 1.0, "b_loss": 2.0}), "logs a_loss and b_loss"),
         (lambda self, _: self.log("a", 1.0, reduce_fx="max"), r"self.log\('a'\) has reduce_fx"),
         (lambda self, _: self.global_step, "Changed uses current_epoch or global_step"),
         (lambda self, _: self.trainer.datamodule, "Small is not attached to a `Trainer`|Changed"),

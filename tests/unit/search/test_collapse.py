@@ -69,6 +69,7 @@ def test_a_training_that_is_worse_than_a_guess_collapsed_if_a_candidate_was_far_
     decision = replace(SEARCHED.decisions[0], tried=tried)
     history = History((decision,), epoch_losses=(3.0, 2.32))
     assert latest_attempt(history, EPOCHS, guessing_loss=2.3).start == start
+    assert latest_attempt(history, EPOCHS, guessing_loss=2.3, may_rise=True).start == 0
 
 
 def test_a_training_starts_four_more_times_at_most() -> None:

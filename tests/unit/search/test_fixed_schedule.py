@@ -40,11 +40,20 @@ def test_plateaus_are_those_of_torchs_scheduler() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=3, threshold=0.0, eps=0.0)
-    policy = scheduled(Length(60), EpochSteps(1), shape="plateau", gamma=0.5, patience=3)
+    fields: dict[str, Any] = {"shape": "plateau", "gamma": 0.5, "patience": 3}
+    policy = scheduled(Length(60), EpochSteps(1), **fields)
+    warmed = scheduled(Length(70), EpochSteps(1), **fields, warmup={"epochs": 10})
     for epoch, loss in enumerate(losses, start=1):
         scheduler.step(loss)
         [lr] = policy.next(epoch + 1, History(epoch_losses=losses[:epoch])).steps.lrs
         assert lr == pytest.approx(optimizer.param_groups[0]["lr"])
+        after = History(epoch_losses=((0.0,) * 10 + losses)[: epoch + 10])
+        assert warmed.next(epoch + 11, after).steps.lrs == (lr,)
+
+
+def test_a_milestone_after_which_no_epoch_follows_is_refused() -> None:
+    with pytest.raises(JobError, match=r"milestones: must be before the last epoch, 3"):
+        scheduled(Length(3), EpochSteps(1), shape="multistep", milestones=[1, 3])
 
 
 def recorded(*epochs: Steps, restarts: Sequence[int] = ()) -> RecordedSchedule:

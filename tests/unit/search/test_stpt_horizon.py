@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from raytrain_opt.search.policy import (
     TryCandidates,
 )
 from raytrain_opt.search.stpt_horizon import HorizonStpt, TaskFacts
+from tests.support.small_jobs import small_job
 
 BLOCKS = 100
 EMPTY = History()
@@ -266,22 +268,25 @@ def test_networks_that_do_not_normalize_channels_train_at_half_of_that() -> None
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "section", "peak"),
+    ("optimizer", "weights", "initial", "peak"),
     [
-        ("SGD", {}, 0.1),
-        ("AdamW", {}, 0.001),
-        ("AdamW", {"initial": 0.01}, 0.0001),  # the default with trained weights
-        ("AdamW", {"initial": 0.02}, 0.02),
-        ("my.optimizers:Mine", {}, 0.1),
+        ("SGD", None, None, 0.1),
+        ("AdamW", None, None, 0.001),
+        ("AdamW", "runs/a", None, 0.0001),
+        ("AdamW", None, 0.1, 0.1),
+        ("my.optimizers:Mine", None, None, 0.1),
     ],
 )
 @pytest.mark.parametrize("channel_norm", [True, False])
 def test_the_usual_rate_trains_where_no_candidate_learned(
-    optimizer: str, section: dict[str, Any], peak: float, channel_norm: bool
+    optimizer: str, weights: str | None, initial: float | None, peak: float, channel_norm: bool
 ) -> None:
+    model = {"name": "small_cnn", "weights": weights}
+    section = {"policy": "stpt_horizon", "initial": initial}
+    job = small_job(Path(), model=model, optimizer=optimizer, learning_rate=section)
     policy = replace(
-        horizon(**section),
-        optimizers=(OptimizerSection.model_validate({"name": optimizer}),),
+        horizon(initial=job.initial_lr),
+        optimizers=job.optimizers,
         facts=TaskFacts(channel_norm=channel_norm),
     )
     training = trained(policy, ScriptedLosses(fine=(4.3, 3.97, 4.5)))

@@ -29,6 +29,10 @@ from tests.unit.train.test_learner import (
 )
 
 
+def cross_entropy_of_a_batch(output: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output, labels)
+
+
 def count_one_by_one(trained: Learner, x: Tensor, y: Tensor) -> tuple[float, int, int]:
     """Sum of losses, hits of the first guess, hits among the best five; sample by sample."""
     trained.model.eval()
@@ -79,6 +83,20 @@ def test_the_standard_error_of_the_loss_is_that_over_the_samples() -> None:
     totals = trained.evaluate("test")
     assert totals.loss_error == pytest.approx(expected, rel=1e-4)
     assert replace(totals, samples=1).loss_error == math.inf
+    own = learner(loss=nn.CrossEntropyLoss())
+    assert own.evaluate("test").loss_error == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_standard_error_of_batch_means_is_that_over_batches() -> None:
+    trained = learner(learning_rate={"policy": "stpt"}, loss=cross_entropy_of_a_batch)
+    batches = trained.data.eval_batches("validation", 0, 1, 2)  # of 8 samples
+    with torch.no_grad():
+        means = [
+            float(trained.task.validation_metrics(trained.model, b.content)["loss"][0])
+            for b in batches
+        ]
+    totals = trained.evaluate("validation")
+    assert totals.loss_error == pytest.approx(np.std(means, ddof=1) / 2, rel=1e-4)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])

@@ -112,24 +112,6 @@ def test_several_micro_batches_are_one_update_of_the_batch(
     assert a.loss == pytest.approx(b.loss)
 
 
-def test_the_momentum_rises_to_that_of_the_optimizer() -> None:
-    optimizer = {"name": "SGD", "args": {"momentum": 0.9}}
-    rising = learner(
-        optimizer={**optimizer, "momentum_warmup": {"epochs": 0.5, "initial": 0.5}},
-        learning_rate={"policy": "schedule"},
-    )
-    steps, seen = rising.info.train_size // 16, []
-
-    def see(step: int) -> None:
-        seen.append(rising.optimizer.param_groups[0]["momentum"])
-
-    rising.train(1, Steps(0, (0.1,) * steps), all_of(1), see)
-    rising.train(2, Steps(0, (0.1,) * 2), all_of(1), see)
-    # Each value is that of the update before.
-    expected = [0.9, *(0.5 + 0.4 * min(1, 2 * step / steps) for step in range(steps)), 0.9]
-    assert seen == pytest.approx(expected)
-
-
 def reference_sgd(count: int, lrs: Sequence[float], clip_norm: float = math.inf) -> list[Tensor]:
     """Train with SGD, momentum and weight decay written out, on the mean of the gradients."""
     reference = learner()

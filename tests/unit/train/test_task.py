@@ -22,6 +22,7 @@ from raytrain_opt.train.task import (
     Classification,
     Task,
     build_task,
+    check_loss,
     check_task,
     count_flops,
     find_metric_names,
@@ -65,6 +66,18 @@ def test_users_function_must_return_the_mean(function: Any, message: str) -> Non
     loss = Classification(LossSection(name=function)).loss
     with pytest.raises(JobError, match=message):
         loss(OUTPUT, LABELS)
+
+
+@pytest.mark.parametrize("wrong", [{"weight": torch.ones(3)}, {"reduction": "sum"}])
+def test_a_loss_whose_mean_depends_on_the_micro_batches_is_refused(wrong: dict[str, Any]) -> None:
+    [problem] = check_loss(LossSection.model_validate({"name": nn.CrossEntropyLoss(**wrong)}))
+    assert "must be the mean over samples that count alike" in str(problem)
+
+
+def test_of_equal_outputs_the_lower_class_is_predicted() -> None:
+    task, labels = Classification(LossSection()), torch.arange(20) % 10
+    metrics = task.validation_metrics(nn.Identity(), (torch.zeros(20, 10), labels))
+    assert metrics["accuracy"].tolist() == [True, *[False] * 9] * 2
 
 
 def test_the_mean_of_all_samples_is_that_of_the_batch() -> None:

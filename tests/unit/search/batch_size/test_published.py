@@ -7,17 +7,10 @@ from typing import Any
 
 import pytest
 
-from raytrain_opt.config.batch_size import (
-    EpochTimeMinimizeSearch,
-    GpuUsageMaximizeSearch,
-)
+from raytrain_opt.config.batch_size import EpochTimeMinimizeSearch, GpuUsageMaximizeSearch
 from raytrain_opt.errors import ResourcesError
 from raytrain_opt.results import Probe
-from raytrain_opt.search.batch_size.strategy import (
-    BatchSizeChoice,
-    SizeBounds,
-    Strategy,
-)
+from raytrain_opt.search.batch_size.strategy import BatchSizeChoice, SizeBounds, Strategy
 from raytrain_opt.search.factory import build_strategy
 from tests.support.samples import Samples
 from tests.support.simulated_machine import Curve, Machine, random_machine
