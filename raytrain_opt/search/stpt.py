@@ -59,7 +59,7 @@ class Stpt(Policy):
     def search_updates(self) -> float:
         epochs = range(self.warmup.epochs + 1, self.epochs + 1)
         steps = sum(self.section.alpha_steps(self.steps(epoch)) for epoch in epochs)
-        return steps * len(self.section.multipliers(1, self.epochs))  # as many in each epoch
+        return steps * (len(self.section.multipliers(1, self.epochs)) - 1)  # the winner's are kept
 
     def next(self, epoch: int, history: History) -> TryCandidates | TrainEpoch:
         """Begin epochs after the warm-up with a round. Raises DivergedError after all halvings."""

@@ -217,7 +217,7 @@ def test_validate_says_what_training_and_search_cost(tmp_path: Path) -> None:
     assert "search         at most 88 updates, 100 % as many\n" in output
     for policy, cost in (
         (
-            "{policy: stpt, candidates: [1, 2], alpha: 5}",
+            "{policy: stpt, candidates: [1, 2, 3], alpha: 5}",
             "search         at most 40 updates, 50 %",
         ),
         ("{policy: schedule}", None),
