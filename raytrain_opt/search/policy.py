@@ -109,7 +109,7 @@ class CandidateResult:
     slot: int  # -1 when it was lost, or all workers trained it together
     metric: Metric = Metric()
     failure: str = ""  # the exception that its training or scoring raised
-    val_loss_error: float = 0.0  # standard error of `val_loss` over the samples
+    val_loss_error: float = 0.0  # its standard error, over samples or batch means
 
     @classmethod
     def of(
