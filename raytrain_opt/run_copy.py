@@ -16,6 +16,7 @@ import os
 import re
 import secrets
 import socket
+import time
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -41,6 +42,7 @@ _RECORD_FILE = re.compile(r"\w+\.(?:json|jsonl|yaml)")
 _LAST = (INDEX, "result.json")
 # Larger files, as checkpoints have, are uploaded in parts of this size, each repeated alone.
 _UPLOAD_PART = 8 * 2**20
+_LONGEST_PAUSE_S = 10.0
 
 _ObjectVersion = Any  # `obstore.UpdateVersion`, which exists for type checkers only
 
@@ -64,19 +66,20 @@ class RunCopy:
     def _store(self) -> ObjectStore:
         return open_store(self.uri)
 
-    def _put_if(self, name: str, content: bytes, mode: Any, attempts: int = 5) -> _ObjectVersion:
+    def _put_if(self, name: str, content: bytes, mode: Any, pause: float = 0.1) -> _ObjectVersion:
         """Put an object on a condition, and return its version.
 
         obstore does not repeat such a request after a reset connection: the first one may have met
-        the condition. The callers recognize an object of their own.
+        the condition. The callers recognize an object of their own. `pause`: in seconds.
         """
         options = {"use_multipart": False, "mode": mode}
         try:
             return _object_version(obstore.put(self._store, name, content, **options))
         except GenericError as error:
-            if attempts == 1 or "kind: Interrupted" not in str(error):
+            if pause > _LONGEST_PAUSE_S or "kind: Interrupted" not in str(error):
                 raise
-        return self._put_if(name, content, mode, attempts - 1)
+        time.sleep(pause)
+        return self._put_if(name, content, mode, 4 * pause)
 
     def begin(self) -> None:
         """Show before a new run that its storage takes conditional writes. Raises StorageError."""

@@ -17,7 +17,7 @@ from raytrain_opt.data import load_shared_data
 from raytrain_opt.errors import JobError, Problem, printable
 from raytrain_opt.execution.check import check_sections
 from raytrain_opt.execution.progress import RunProgress
-from raytrain_opt.train.checkpoint import REST, read_checkpoint, read_metadata, read_weights
+from raytrain_opt.train.checkpoint import REST, read_metadata, read_weights
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.trained_model import SavedWeights, find_weights, read_description
@@ -79,8 +79,8 @@ def evaluate_runs(run_dirs: Sequence[str], *, ensemble: bool, trust: bool = Fals
     """Evaluate the latest checkpoint of each run directory, or single checkpoints in them.
 
     With `ensemble` the mean of all probabilities is evaluated too; with `trust`, functions that
-    the runs' jobs name are run. Raises JobError for what is no run and an ensemble of different
-    data or of a task, CheckpointError or DataError when checkpoint or data cannot be read.
+    the runs' jobs name are run. Raises JobError for an argument that is no run, and for an
+    ensemble with different data or a task, CheckpointError or DataError for what cannot be read.
     """
     classifier = "raytrain-opt evaluate --ensemble" if ensemble else None
     runs = [find_run(run_dir, trust, classifier) for run_dir in run_dirs]
@@ -156,7 +156,8 @@ def _changes(run: SavedRun, learner: Learner) -> str:
     """Return what changed in the data since the checkpoint; "" if it is weights alone."""
     if not (run.weights.folder / REST).exists():
         return ""
-    data = RunProgress.from_json(read_checkpoint(run.weights.folder)[1]).data
+    rest = torch.load(run.weights.folder / REST, map_location="cpu", weights_only=True, mmap=True)
+    data = RunProgress.from_json(rest["progress"]).data
     return data.changes(replace(learner.info, digest=learner.data.source.digest())) if data else ""
 
 

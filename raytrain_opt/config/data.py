@@ -100,7 +100,7 @@ class _DataSection(NamedSection):
     they are a last, smaller update."""
     normalize: Literal["auto", "none"] | tuple[list[Float], list[Float]] = "auto"
     """auto: uint8 images by mean and deviation of each channel over the training set; image
-    files by ImageNet's; Datasets of your own, not at all. [[means], [deviations]]: of 0..1."""
+    files by ImageNet's; Datasets of your own, not at all. [[means], [deviations]]: by these."""
 
     @property
     def is_balanced(self) -> bool:

@@ -72,8 +72,8 @@ _SEARCH_ON = (
     "each trains on all workers, as the model does, one after the other, and no slots are "
     "started."
 )
-# SGD's usual rate, and the factor for trained weights: more destroys what they have learned.
-SGD_LR, FINE_TUNING = 0.1, 0.1
+# SGD's usual rate; trained weights take a part of it, as more destroys what they have learned.
+SGD_LR, FINE_TUNING = 0.1, 10
 
 _SCALING = "Scale `initial` to the global batch size. Default: no scaling."
 
@@ -197,7 +197,7 @@ class HorizonPolicy(_Policy):
             "Rate at which the search starts; a factor of 100 off is fine. Trainings that are too "
             "short for a search use it. Several optimizers start at their usual rates times "
             f"initial / {SGD_LR:g}. Default: {SGD_LR:g}; with one optimizer, its usual rate; with "
-            f"model.weights, {FINE_TUNING:g} of that."
+            "model.weights, a tenth of that."
         ),
     )
     scaling: Scaling | None = Field(None, description=_SCALING)
@@ -248,7 +248,8 @@ class SchedulePolicy(_Policy):
     """Epochs after which the rate is multiplied (multistep)."""
     patience: PositiveInt = 4
     """The rate drops after more epochs in a row than this without a new best value of the task's
-    metric, such as accuracy, on the validation split, which is then held out (plateau)."""
+    metric, such as accuracy, on the validation split, which is then held out; counted after the
+    warm-up (plateau)."""
     power: PositiveFloat = 2.0
     """Exponent (polynomial)."""
     half_epoch: PositiveFloat | None = None
@@ -275,7 +276,7 @@ class SchedulePolicy(_Policy):
         for name, shapes in _FIELDS_OF_SHAPES.items():
             default = type(self).model_fields[name].get_default(call_default_factory=True)
             if self.shape not in shapes and getattr(self, name) != default:
-                yield (name, f"has no effect with shape {self.shape}; of {', '.join(shapes)}")
+                yield (name, f"is not for shape {self.shape}, but for {', '.join(shapes)}")
         if self.shape == "multistep" and not self.milestones:
             yield "milestones", "are required with shape multistep, at least one"
         if self.milestones != sorted(set(self.milestones)):

@@ -345,9 +345,8 @@ class Job(Section):
         """Return learning_rate.initial, or its default for optimizer and weights."""
         if (initial := self.learning_rate.initial) is not None:
             return initial
-        lr = SGD_LR if self.model.weights is None else SGD_LR * FINE_TUNING
         usual = self.optimizers[0].traits.usual_lr if len(self.optimizers) == 1 else None
-        return lr if usual is None else lr * usual / SGD_LR
+        return (usual or SGD_LR) / (1 if self.model.weights is None else FINE_TUNING)
 
     @property
     def optimizers(self) -> tuple[OptimizerSection, ...]:

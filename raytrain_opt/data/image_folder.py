@@ -163,7 +163,7 @@ class ImageFiles:
 
 
 def list_folder(folder: Path, left_out: Counter[str], seen: dict[str, str]) -> ImageFiles:
-    """List files and classes of a folder, in the order of torchvision's ImageFolder.
+    """List files and classes of a folder, in the order of torchvision, but for numbers.
 
     Counts what it leaves out. `seen`: the files of all folders by the path that links lead to.
     Raises OSError, also for a file that was seen: it has one class and belongs to one set.

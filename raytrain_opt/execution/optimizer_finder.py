@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Sized
-from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +25,7 @@ from raytrain_opt.pools.protocol import fetch_initial_state
 from raytrain_opt.pools.rounds import CandidateTraining
 from raytrain_opt.search.policy import EpochLosses, History, TrainEpoch, TryCandidates
 from raytrain_opt.train.learner import Learner
+from raytrain_opt.train.task import loss_of_each
 
 
 @dataclass(frozen=True)
@@ -179,16 +177,9 @@ class LossTask:
     """The task of a loss function of (output, y), over batches (x, y)."""
 
     def __init__(self, loss: Callable[[Any, Any], Tensor]) -> None:
-        self.loss = loss
-        of_samples: Any = loss
-        if hasattr(loss, "reduction"):
-            of_samples = copy.copy(loss)
-            of_samples.reduction = "none"
-        else:
-            with suppress(ValueError):  # of a function in C, which has no signature
-                if "reduction" in inspect.signature(loss).parameters:
-                    of_samples = partial(of_samples, reduction="none")
-        self._of_samples: Callable[[Any, Any], Tensor] = of_samples
+        of_each = loss_of_each(loss)
+        self.loss, self._of_samples = loss, loss if of_each is None else of_each
+        self.gives_batch_means = of_each is None
 
     def training_loss(self, model: nn.Module, batch: Any) -> Tensor:
         x, y = batch

@@ -117,12 +117,12 @@ class LightningTask:
             return losses[self.metric]
         if isinstance(output, Mapping):
             output = output.get("loss")
-        if isinstance(output, Tensor) and output.dim() == 0:
+        if isinstance(output, float) or (isinstance(output, Tensor) and output.dim() == 0):
             return output
         if "val_loss" in losses or len(losses) == 1:
             return losses.get("val_loss", next(iter(losses.values())))
-        rule = f"returns no loss and logs {' and '.join(losses) or 'none'}"
-        raise DataError("task", f"validation_step {rule}; self.log('val_loss', loss)")
+        rule = f"returns no loss and logs {' and '.join(losses) or 'none'}; return or monitor one"
+        raise DataError("task", f"validation_step {rule}, or log val_loss")
 
     def aggregate(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the logged metrics of all samples."""

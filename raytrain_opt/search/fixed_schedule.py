@@ -28,11 +28,8 @@ class FixedSchedule(Policy):
     steps: EpochSteps
 
     def __post_init__(self) -> None:
-        if epochs := self.length.known_epochs:  # what is too long is refused now
+        if self.length.known_epochs:  # a warm-up that is too long is refused now
             self._total(())
-            if (last := max(self.section.milestones, default=0)) >= epochs:
-                rule = f"must be before the last epoch, {epochs}"
-                raise JobError([Problem("learning_rate.milestones", rule, str(last))])
 
     def _total(self, plans: Sequence[EpochSpan]) -> int:
         """Return the updates of the schedule. Raises JobError if its warm-up has more."""

@@ -14,7 +14,7 @@ The choice is clear if its loss is the lowest, and the fine stage has learned mo
 
     U   validation loss of the candidate that hardly trained (the highest, of several optimizers);
         of several optimizers of a classifier, at most the loss of a guess by class frequency
-    L   validation loss of the best candidate        e   its standard error over the samples
+    L   validation loss of the best candidate        e   its standard error
 
     learned     U - L > max(2 e, 0.01 |U|)          better      its L is lower by more than its e
 

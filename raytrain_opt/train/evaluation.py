@@ -56,8 +56,8 @@ def evaluate(
     model.eval()
     sizes = {"test": data.info.test_size, "final": data.info.final_size}
     size, batch_size = sizes.get(split, data.info.validation_size), learner.config.eval_batch_size
-    if gives_means := getattr(task, "gives_batch_means", False):
-        # Enough batches to see how far their losses vary.
+    gives_means = split == "validation" and getattr(task, "gives_batch_means", False)
+    if gives_means:  # enough batches to see how far their losses vary
         batch_size = min(batch_size, max(_LEAST_OF_MEANS, size // _LEAST_MEANS))
     total = math.ceil(size / (world_size * batch_size))
     recorder = None

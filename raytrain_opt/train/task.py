@@ -7,14 +7,12 @@ metrics of a whole set: see docs/tasks.md.
 from __future__ import annotations
 
 import copy
-import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import chain
 from traceback import extract_tb
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +62,8 @@ class Classification:
             if own is None
             else partial(_call_user_loss, own)
         )
-        self._of_each = _loss_of_each(own or self.loss)
+        plain = partial(self.loss, reduction="none")
+        self._of_each = plain if own is None else loss_of_each(own)
         self.gives_batch_means = self._of_each is None
 
     def training_loss(self, model: nn.Module, batch: Any) -> Tensor:
@@ -79,7 +78,7 @@ class Classification:
         return mixed_loss
 
     def validation_metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
-        """Return loss (of a function without `reduction`, the batch's mean), accuracy, top-5."""
+        """Return loss (of of a user's own, the batch's mean), accuracy, top-5."""
         x, labels = batch
         output = model(x)
         is_right = output.argmax(dim=1) == labels
@@ -350,7 +349,8 @@ def check_loss(section: LossSection) -> list[Problem]:
         return problems
     loss: Any = resolve_function(section.name, "loss.name")
     loss = loss.value if isinstance(loss, Instance) else loss
-    if getattr(loss, "reduction", "mean") != "mean" or getattr(loss, "weight", None) is not None:
+    is_weighted = getattr(loss, "weight", None) is not None
+    if _is_torchs(loss) and (is_weighted or loss.reduction != "mean"):
         rule = "must be the mean over samples that count alike, for any size of micro-batches"
         hint = 'write reduction="mean", and weights as loss.class_weights of cross_entropy'
         return [Problem("loss.name", rule, repr(loss), hint)]
@@ -371,16 +371,18 @@ def _user_loss(name: NameOrFunction, device: torch.device | str) -> Callable[...
     return loss.to(device) if isinstance(loss, nn.Module) else loss
 
 
-def _loss_of_each(loss: Any) -> Callable[..., Tensor] | None:
-    """Return the losses of each sample, as torch's own losses can give them; else None."""
-    if isinstance(loss, nn.Module) and hasattr(loss, "reduction"):
-        of_each: Any = copy.copy(loss)
-        of_each.reduction = "none"
-        return partial(of_each)
-    with suppress(TypeError, ValueError):  # has no signature
-        if "reduction" in inspect.signature(loss).parameters:
-            return partial(loss, reduction="none")
-    return None
+def loss_of_each(loss: Any) -> Callable[..., Tensor] | None:
+    """Return the losses of each sample, as torch's own losses give them; None for others."""
+    if _is_torchs(loss):
+        loss = copy.copy(loss)
+        loss.reduction = "none"
+        return cast(Callable[..., Tensor], loss)
+    is_function = getattr(loss, "__module__", "") == functional.__name__
+    return partial(loss, reduction="none") if is_function else None
+
+
+def _is_torchs(loss: object) -> bool:
+    return type(loss).__module__ == nn.modules.loss.__name__
 
 
 def _call_user_loss(function: Callable[..., Any], output: Tensor, labels: Tensor) -> Tensor:

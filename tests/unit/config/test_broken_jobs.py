@@ -112,7 +112,7 @@ BROKEN = [
     (STPT + "warmup: {epochs: 3}}", "learning_rate.warmup.epochs", "more than the 2 epochs"),
     ("data: {name: digits, validation_fraction: 0}", "data.validation_fraction", "(given: 0)"),
     (SCHEDULE + "shape: multistep}", "learning_rate.milestones", "are required"),
-    (SCHEDULE + "patience: 2}", "learning_rate.patience", "no effect with shape cosine"),
+    (SCHEDULE + "patience: 2}", "learning_rate.patience", "not for shape cosine, but for plateau"),
     (SCHEDULE + "shape: multistep, milestones: [2, 1]}", "learning_rate.milestones", "increase"),
     (
         "loss: {name: 'a:b', label_smoothing: 0.1}",

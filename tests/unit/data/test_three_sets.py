@@ -96,6 +96,7 @@ def test_the_best_epoch_is_looked_at_once_and_mistakes_name_their_files(
     hits = sum(name == file.parent.name for name, file in zip(names, files, strict=True))
     assert result.summary["final_set"]["accuracy"] == pytest.approx(hits / 6)
     [evaluated] = evaluate_runs([result.run_dir], ensemble=False).runs
+    assert evaluated.changes == ""
     assert evaluated.samples == len(list(predict_test_set(find_run(result.run_dir, False)))) == 6
     assert len(read_lines(result.run_dir, "epochs")) == 3
     phases = [(line["epoch"], line["phase"]) for line in read_lines(result.run_dir, "timeline")]

@@ -50,6 +50,20 @@ def test_a_last_update_must_have_two_samples_for_each_micro_batch(
         try_job(Job.model_validate({**values, "workers": {"count": workers}, **parallel}))
 
 
+def every_sample(samples: Any, epoch: int, random: Any) -> Any:
+    return samples
+
+
+def test_the_usual_rate_of_the_optimizer_and_a_sampler_of_ones_own_reach_the_policy() -> None:
+    base = {"model": "small_cnn", "epochs": 4, "global_batch_size": 64, "optimizer": "AdamW"}
+    for sampler, own in ((every_sample, True), ("balanced", False)):
+        data = {"name": "digits", "sampler": sampler}
+        resolved = resolve_here(Job.model_validate({**base, "data": data}))
+        assert resolved.job.learning_rate.initial == 0.001
+        assert isinstance(resolved.policy, HorizonStpt)
+        assert resolved.policy.facts.own_order == own
+
+
 def mlp(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
     """Build an MLP, whose matrices are large for the work of one sample."""
     features, width = math.prod(sample_shape), 1024

@@ -51,11 +51,6 @@ def test_plateaus_are_those_of_torchs_scheduler() -> None:
         assert warmed.next(epoch + 11, after).steps.lrs == (lr,)
 
 
-def test_a_milestone_after_which_no_epoch_follows_is_refused() -> None:
-    with pytest.raises(JobError, match=r"milestones: must be before the last epoch, 3"):
-        scheduled(Length(3), EpochSteps(1), shape="multistep", milestones=[1, 3])
-
-
 def recorded(*epochs: Steps, restarts: Sequence[int] = ()) -> RecordedSchedule:
     """Return the schedule of these epochs; those in `restarts` begin from the initial weights."""
     values = {"optimizer": "SGD", "auto_weight_decay": False, "lr_multipliers": {}}
