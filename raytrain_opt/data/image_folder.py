@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from io import StringIO
@@ -199,7 +199,7 @@ def class_folders(folder: Path, left_out: Counter[str]) -> list[str]:
     return in_order(names)
 
 
-def in_order(names: Iterable[str]) -> list[str]:
+def in_order(names: Collection[str]) -> list[str]:
     """Sort the names of classes, numbers by their values if all are numbers."""
     return sorted(sorted(names), key=int if all(map(str.isdecimal, names)) else str)
 

@@ -59,6 +59,8 @@ def evaluate(
     gives_means = split == "validation" and getattr(task, "gives_batch_means", False)
     if gives_means:  # enough batches to see how far their losses vary
         batch_size = min(batch_size, max(_LEAST_OF_MEANS, size // _LEAST_MEANS))
+        while batch_size < size and size % batch_size == 1:  # a batch of one, which may raise
+            batch_size += 1
     total = math.ceil(size / (world_size * batch_size))
     recorder = None
     if split == "test" and isinstance(task, Classification):

@@ -78,7 +78,7 @@ class Classification:
         return mixed_loss
 
     def validation_metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
-        """Return loss (of of a user's own, the batch's mean), accuracy, top-5."""
+        """Return loss (of a loss of the user's own, the batch's mean), accuracy and top-5."""
         x, labels = batch
         output = model(x)
         is_right = output.argmax(dim=1) == labels

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from io import BytesIO
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -97,6 +98,10 @@ def test_the_standard_error_of_batch_means_is_that_over_batches() -> None:
         ]
     totals = trained.evaluate("validation")
     assert totals.loss_error == pytest.approx(np.std(means, ddof=1) / 2, rel=1e-4)
+    for size, batch_size in ((1, 2), (9, 3), (33, 3)):  # none is left alone
+        info = replace(trained.data.info, validation_size=size)
+        with patch.object(trained.data, "info", info):
+            assert trained.evaluate("validation").samples_per_loss == batch_size
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])
