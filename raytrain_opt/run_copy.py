@@ -66,20 +66,20 @@ class RunCopy:
     def _store(self) -> ObjectStore:
         return open_store(self.uri)
 
-    def _put_if(self, name: str, content: bytes, mode: Any, pause: float = 0.1) -> _ObjectVersion:
+    def _put_if(self, name: str, data: bytes, mode: Any, pause_s: float = 0.1) -> _ObjectVersion:
         """Put an object on a condition, and return its version.
 
         obstore does not repeat such a request after a reset connection: the first one may have met
-        the condition. The callers recognize an object of their own. `pause`: in seconds.
+        the condition. The callers recognize an object of their own.
         """
         options = {"use_multipart": False, "mode": mode}
         try:
-            return _object_version(obstore.put(self._store, name, content, **options))
+            return _object_version(obstore.put(self._store, name, data, **options))
         except GenericError as error:
-            if pause > _LONGEST_PAUSE_S or "kind: Interrupted" not in str(error):
+            if pause_s > _LONGEST_PAUSE_S or "kind: Interrupted" not in str(error):
                 raise
-        time.sleep(pause)
-        return self._put_if(name, content, mode, 4 * pause)
+        time.sleep(pause_s)
+        return self._put_if(name, data, mode, 4 * pause_s)
 
     def begin(self) -> None:
         """Show before a new run that its storage takes conditional writes. Raises StorageError."""

@@ -99,8 +99,8 @@ class _DataSection(NamedSection):
     """Leave out the samples of an epoch, others each time, that do not fill a global batch. false:
     they are a last, smaller update."""
     normalize: Literal["auto", "none"] | tuple[list[Float], list[Float]] = "auto"
-    """auto: uint8 images by mean and deviation of each channel over the training set; image
-    files by ImageNet's; Datasets of your own, not at all. [[means], [deviations]]: by these."""
+    """auto: by mean and deviation of each channel over the training set (image files: ImageNet's;
+    float arrays, own Datasets: not). [[means], [deviations]]: by these, for values in 0..1."""
 
     @property
     def is_balanced(self) -> bool:

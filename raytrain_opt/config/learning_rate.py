@@ -73,7 +73,7 @@ _SEARCH_ON = (
     "started."
 )
 # SGD's usual rate; trained weights take a part of it, as more destroys what they have learned.
-SGD_LR, FINE_TUNING = 0.1, 10
+SGD_LR, FINE_TUNING_DIVISOR = 0.1, 10
 
 _SCALING = "Scale `initial` to the global batch size. Default: no scaling."
 

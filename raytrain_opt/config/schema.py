@@ -11,7 +11,7 @@ from raytrain_opt.config import rules
 from raytrain_opt.config.batch_size import BatchSizeSection
 from raytrain_opt.config.data import DataSection, HoldOut
 from raytrain_opt.config.learning_rate import (
-    FINE_TUNING,
+    FINE_TUNING_DIVISOR,
     SGD_LR,
     HorizonPolicy,
     LearningRateSection,
@@ -346,7 +346,7 @@ class Job(Section):
         if (initial := self.learning_rate.initial) is not None:
             return initial
         usual = self.optimizers[0].traits.usual_lr if len(self.optimizers) == 1 else None
-        return (usual or SGD_LR) / (1 if self.model.weights is None else FINE_TUNING)
+        return (usual or SGD_LR) / (1 if self.model.weights is None else FINE_TUNING_DIVISOR)
 
     @property
     def optimizers(self) -> tuple[OptimizerSection, ...]:

@@ -60,7 +60,7 @@ class CandidateRecord(RecordPart):
     score: Number = Field(description="Score that the policy compares; higher is better.")
     val_metric: Number = Field(description="`metric` on the validation split.")
     val_loss: Number = Field(description="Mean loss on the validation split.")
-    val_loss_error: Number = Field(0.0, description="Its standard error, by samples or batches.")
+    val_loss_error: Number = Field(0.0, description="Its standard error over samples or batches.")
     train_loss: Number = Field(description="Mean training loss over the pre-training.")
     duration_s: Number = Field(description="Compute time of pre-training and scoring.")
     slot: int = Field(description="Slot that trained it; -1: all workers did, or it was lost.")

@@ -57,10 +57,8 @@ def evaluate(
     sizes = {"test": data.info.test_size, "final": data.info.final_size}
     size, batch_size = sizes.get(split, data.info.validation_size), learner.config.eval_batch_size
     gives_means = split == "validation" and getattr(task, "gives_batch_means", False)
-    if gives_means:  # enough batches to see how far their losses vary
-        batch_size = min(batch_size, max(_LEAST_OF_MEANS, size // _LEAST_MEANS))
-        while batch_size < size and size % batch_size == 1:  # a batch of one, which may raise
-            batch_size += 1
+    if gives_means:
+        batch_size = min(batch_size, _size_for_means(size))
     total = math.ceil(size / (world_size * batch_size))
     recorder = None
     if split == "test" and isinstance(task, Classification):
@@ -95,6 +93,14 @@ def evaluate(
         samples_per_loss=batch_size if gives_means else 1,
         outputs=outputs,
     )
+
+
+def _size_for_means(samples: int) -> int:
+    """Return a batch size that gives enough batches to see how far their mean losses vary."""
+    batch_size = max(_LEAST_OF_MEANS, samples // _LEAST_MEANS)
+    while batch_size < samples and samples % batch_size == 1:
+        batch_size += 1  # code of a user may raise for a last batch of one sample
+    return batch_size
 
 
 def add_ranks(task: Task, part: EvalTotals, device: torch.device) -> EvalTotals:
