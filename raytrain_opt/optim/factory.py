@@ -19,6 +19,7 @@ import torch
 from schedulefree import AdamWScheduleFree, SGDScheduleFree
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
 from raytrain_opt.config.error_messages import nearest
@@ -28,7 +29,7 @@ from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.errors import JobError, Problem, listed
 from raytrain_opt.optim.batched import has_fused_kernels
 from raytrain_opt.optim.large_batch import LARS, RMSpropWarmup
-from raytrain_opt.optim.muon import Muon
+from raytrain_opt.optim.muon import Muon, without_batch
 from raytrain_opt.optim.update import set_lr
 
 _NORMALIZATION = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -48,14 +49,15 @@ def parameter_groups(
     two dimensions get `weight_decay` 0 and `adapt` False (which `LARS` reads and other optimizers
     ignore); their groups come last. `lr_multipliers`: factors of the rate, by patterns of
     parameter names (`fc.*`); the first that matches counts. With `use_muon`, a group's `use_muon`
-    says whether its parameters are matrices of at least two rows and columns, without those of
-    embeddings and normalization layers.
+    says whether its parameters are matrices of at least two rows and columns, learned positions
+    [1, length, width] among them, without those of embeddings and normalization layers.
 
     Raises JobError for a pattern that matches no parameter.
     """
     multipliers = lr_multipliers or {}
     in_norm = _parameters_of(model, _NORMALIZATION)
     in_embedding = _parameters_of(model, EMBEDDING)
+    in_convolution = _parameters_of(model, (_ConvNd,))
     unmatched = dict.fromkeys(multipliers)
     groups: dict[tuple[tuple[str, Any], ...], list[nn.Parameter]] = {}
     for name, param in model.named_parameters():
@@ -63,9 +65,10 @@ def parameter_groups(
         if exclude_bias_and_norm and (param.dim() < 2 or id(param) in in_norm):
             settings |= {"weight_decay": 0.0, "adapt": False}
         if use_muon:
+            matrix = param if id(param) in in_convolution else without_batch(param)
             settings["use_muon"] = (
-                param.dim() >= 2
-                and min(len(param), param[0].numel()) >= 2
+                matrix.dim() >= 2
+                and min(len(matrix), matrix[0].numel()) >= 2
                 and id(param) not in in_norm | in_embedding
             )
         if patterns := [pattern for pattern in multipliers if fnmatchcase(name, pattern)]:

@@ -13,9 +13,10 @@
     W = (1 - lr d) W - lr sqrt(max(1, rows / columns)) X                               (5)
 
 (4) moves all singular values of U to about 1. A matrix with more rows than columns is transposed
-for it. This is `torch.optim.Muon`, which takes matrices only. Parameters that are not matrices
-(biases, normalization, embeddings) follow a second rule at a fixed part of the rate: torch's SGD
-with momentum, or AdamW; their weight decay is decoupled too.
+for it. This is `torch.optim.Muon`, which takes matrices only. Learned positions [1, length, width]
+are the matrix [length, width]. What is no matrix (biases, normalization, embeddings) follows a
+second rule at a fixed part of the rate: torch's SGD with momentum, or AdamW; its weight decay is
+decoupled too.
 
 Matrices of equal shape are computed together, by few kernels. In a process group each rank
 computes (3) and (4) of a part of them only, as in ZeRO (Rajbhandari et al. 2020, stage 1).
@@ -172,7 +173,7 @@ def orthogonalization_flops(shapes: Iterable[torch.Size]) -> int:
     """Return the operations of (4) for gradients of these shapes, 2 for each product."""
     flops = 0
     for shape in shapes:
-        rows, columns = sorted((shape[0], shape.numel() // shape[0]))
+        rows, columns = sorted(without_batch(torch.empty(shape, device="meta")).flatten(1).shape)
         flops += _ITERATIONS * (4 * rows**2 * columns + 2 * rows**3)
     return flops
 
@@ -217,6 +218,11 @@ def _equal_shapes(shapes: Sequence[torch.Size]) -> list[list[int]]:
     return list(by_shape.values())
 
 
+def without_batch(tensor: Tensor) -> Tensor:
+    """Return the matrix of parameters that are alike for a batch, [1, length, width]."""
+    return tensor[0] if tensor.dim() > 2 and len(tensor) == 1 else tensor
+
+
 def _memory_order(param: Tensor) -> list[int]:
     """Return the first dimension, then the others as they lie in memory (channels_last)."""
     return [0, *sorted(range(1, param.dim()), key=param.stride, reverse=True)]
@@ -224,13 +230,14 @@ def _memory_order(param: Tensor) -> list[int]:
 
 def _to_matrix(tensor: Tensor, param: Tensor) -> Tensor:
     """Return the matrix of a gradient or update; the order of its columns does not matter."""
-    return tensor.permute(_memory_order(param)).flatten(1)
+    return without_batch(tensor).permute(_memory_order(without_batch(param))).flatten(1)
 
 
 def _from_matrix(matrix: Tensor, param: Tensor) -> Tensor:
-    order = _memory_order(param)
-    inverse = [order.index(d) for d in range(param.dim())]
-    return matrix.reshape([param.shape[d] for d in order]).permute(inverse)
+    like = without_batch(param)
+    order = _memory_order(like)
+    inverse = [order.index(d) for d in range(like.dim())]
+    return matrix.reshape([like.shape[d] for d in order]).permute(inverse).view_as(param)
 
 
 def iteration_dtype(param: Tensor) -> torch.dtype:

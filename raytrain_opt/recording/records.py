@@ -251,9 +251,7 @@ class ScheduleRecord(RecordedEpoch, Record):
 class SearchResult(RecordPart):
     """Cost of the learning-rate search."""
 
-    samples: int = Field(
-        description="Samples trained beyond those that remain in the final weights."
-    )
+    samples: int = Field(description="Samples trained beyond those in the final weights.")
     main_samples: int = Field(description="Samples trained on the way to the final weights.")
     fraction_of_training: float = Field(description="`samples` / `main_samples`.")
     rounds: int = Field(description="Number of rounds.")
@@ -279,17 +277,10 @@ class ResultRecord(Record):
     epochs: int = Field(description="Number of epochs.")
     steps_per_epoch: int = Field(description="Steps of the first epoch.")
     final: EpochResult = Field(description="The last epoch.")
-    best: EpochResult | None = Field(
-        description="The epoch with the best `metric`; null when none was evaluated."
-    )
-    final_set: dict[str, float] = Field(
-        {},
-        description="Metrics of the best epoch on a third set of images, which is looked at once.",
-    )
+    best: EpochResult | None = Field(description="The epoch with the best `metric`, or null.")
+    final_set: dict[str, float] = Field({}, description="The best epoch's metrics on a third set.")
     search: SearchResult = Field(description="Samples of the search and of the training.")
-    wall_s: float = Field(
-        description="Wall time of all executions, without the pauses before a resume."
-    )
+    wall_s: float = Field(description="Wall time, without the pauses before a resume.")
     time_to_first_step_s: Number = Field(description="Time until the first training step.")
     startup_s: Timings = Field(description="Time from the start to each mark of the start-up.")
     restarts: dict[str, int] = Field(description="Restarts by pool, of the last execution.")
@@ -341,8 +332,6 @@ class Event(Record):
     text: str = Field(description="What happened, as text.")
     time_s: float = Field(description="When, in seconds of the run.")
     process: str | None = Field(None, description="The process; null when it is the run.")
-    silent_s: Number = Field(
-        None, description="Time from its last sign of life to its restart; null when not known."
-    )
+    silent_s: Number = Field(None, description="Time from its last sign of life to its restart.")
     utc: str = Field("", description="Date, ISO 8601 in UTC.")
     epoch: int = Field(0, description="Epoch, from 1.")

@@ -46,11 +46,7 @@ BROKEN = [
     ("checkpoint: {every: 5x}", "checkpoint.every", "must be a time such as 90s, 45min or 1h30"),
     ("channels_last: perhaps", "channels_last", "must be a valid boolean (given: 'perhaps')"),
     ("compile: true", "compile", "must be 'auto', 'none', 'default' or 'max-autotune'"),
-    (
-        "learning_rate: stpt",
-        "learning_rate",
-        "must be a section (keys and values)",
-    ),
+    ("learning_rate: stpt", "learning_rate", "must be a section (keys and values)"),
     # ranges
     ("epochs: 0", "epochs", "must be greater than 0 (given: 0)"),
     (f"seed: '{'9' * 5000}'", "seed", "exceeded maximum size"),
@@ -97,18 +93,10 @@ BROKEN = [
     ("workers: {resources: {GPU: 1.5}}", "workers.resources", "GPU must be an integer above 1"),
     (STPT + "candidates: []}", "learning_rate.candidates", "give at least one multiplier"),
     (CIFAR + "normalize: atuo}", "data.normalize", "did you mean 'auto'?"),
-    (
-        CIFAR + "normalize: [[1], [a]]}",
-        "data.normalize.1.0",
-        "must be a valid number",
-    ),
+    (CIFAR + "normalize: [[1], [a]]}", "data.normalize.1.0", "must be a valid number"),
     ("checkpoint: {keep: al}", "checkpoint.keep", "integer or 'all' (given: 'al'); did you"),
     # rules over several fields
-    (
-        "workers: {count: 3}",
-        "global_batch_size",
-        "does not split evenly over 3 workers",
-    ),
+    ("workers: {count: 3}", "global_batch_size", "does not split evenly over 3 workers"),
     (STPT + "warmup: {epochs: 3}}", "learning_rate.warmup.epochs", "more than the 2 epochs"),
     ("data: {name: digits, validation_fraction: 0}", "data.validation_fraction", "(given: 0)"),
     (SCHEDULE + "shape: multistep}", "learning_rate.milestones", "are required"),

@@ -59,10 +59,7 @@ def test_on_matrices_every_step_equals_torchs(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(muon, "iteration_dtype", lambda _: torch.bfloat16)
     ours, theirs = weights(MATRICES, torch.float32), weights(MATRICES, torch.float32)
     settings: dict[str, Any] = {"momentum": 0.95, "weight_decay": 0.1}
-    optimizers = (
-        Muon(ours, lr=0.0, **settings),
-        torch.optim.Muon(theirs, lr=0.0, **settings),
-    )
+    optimizers = (Muon(ours, lr=0.0, **settings), torch.optim.Muon(theirs, lr=0.0, **settings))
     for step, lr in enumerate(LRS):
         set_gradients(step, ours, theirs)
         for optimizer in optimizers:
@@ -91,6 +88,16 @@ def test_every_step_of_any_network_equals_the_reference(
         optimizer.step()
         expected.step(lr, 0.25 * lr)
         torch.testing.assert_close(params, reference, rtol=1e-9, atol=1e-9)
+
+
+def test_learned_positions_move_as_their_matrix() -> None:
+    (matrix,), (positions,) = weights([(9, 4)], torch.float32), weights([(1, 9, 4)], torch.float32)
+    set_gradients(0, [matrix], [positions])
+    Muon([matrix], lr=0.5).step()
+    Muon([positions], lr=0.5).step()
+    assert torch.equal(positions[0], matrix)
+    flops = [orthogonalization_flops([param.shape]) for param in (matrix, positions)]
+    assert flops[0] == flops[1]
 
 
 def test_the_second_rule_can_be_torchs_adamw() -> None:

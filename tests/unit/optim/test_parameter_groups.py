@@ -83,7 +83,8 @@ def muon_names(model: nn.Module) -> list[str]:
 
 def test_muon_takes_matrices_without_embeddings_normalization_and_single_rows() -> None:
     attention = ["attention.in_proj_weight", "attention.out_proj.weight"]
-    assert muon_names(Transformer()) == [*attention, "head.weight"]
+    assert muon_names(Transformer()) == ["position", *attention, "head.weight"]
+    assert muon_names(nn.Conv1d(4, 1, 3, bias=False)) == []
     assert muon_names(convolutional()) == ["0.weight", "3.weight"]
 
 
