@@ -55,6 +55,7 @@ def local_ray(environment: None) -> Iterator[Cluster]:
     with ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch, start_processes_with(fork_client.__file__):
             inherited = launcher_environment(local=False, start_s=120)
+            inherited["PL_DISABLE_FORK"] = "1"  # set by Ray Tune: without it, no slot is a fork
             for name, value in (inherited | stack.enter_context(fork_server())).items():
                 patch.setenv(name, value)
             cluster = Cluster(initialize_head=True, head_node_args=head)
