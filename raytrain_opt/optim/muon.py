@@ -220,7 +220,7 @@ def _equal_shapes(shapes: Sequence[torch.Size]) -> list[list[int]]:
 
 def without_batch(tensor: Tensor) -> Tensor:
     """Return the matrix of parameters that are alike for a batch, [1, length, width]."""
-    return tensor[0] if tensor.dim() > 2 and len(tensor) == 1 else tensor
+    return tensor[0] if tensor.dim() == 3 and len(tensor) == 1 else tensor
 
 
 def _memory_order(param: Tensor) -> list[int]:

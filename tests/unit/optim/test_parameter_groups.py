@@ -69,6 +69,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(9, 8)
         self.position = nn.Parameter(torch.zeros(1, 4, 8))
+        self.grid = nn.Parameter(torch.zeros(1, 8, 2, 2))  # with a single row
         self.attention = nn.MultiheadAttention(8, 2)
         self.norm = nn.LayerNorm((4, 8))
         self.head = nn.Linear(8, 9)
