@@ -150,6 +150,8 @@ def _connect(
     except Exception as error:  # Ray raises a bare Exception when its own start takes too long
         if local:
             logs = f"; otherwise see {folder.path}/r/session_latest/logs" if folder else ""
+            if folder:
+                folder.keep()
             raise PoolError(
                 f"Ray cannot be started on this machine: {str(error).rstrip('.')}. If a path is "
                 f"too long, set TMPDIR to a shorter path; if the machine is busy, try again{logs}."
