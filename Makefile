@@ -8,8 +8,6 @@ STAMP := $(VENV)/.installed
 PYTEST_PROCESSES ?= 2
 # Of `make gpu-session`.
 MINUTES ?= 30
-# Python keeps the bytecode of what it imports, or each process of a run would compile it again.
-export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test test-ray test-without-ray test-gpu test-null-gpu test-lowest \
@@ -38,8 +36,9 @@ $(STAMP): pyproject.toml constraints.txt
 	    "$$($(PYTHON) --version 2>&1); choose one: make PYTHON=python3.11 install" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
-	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip install -c constraints.txt -e '.[dev]'
-	$(BIN)/python -c 'import raytrain_opt.driver, ray.train.torch, ray.tune, torchvision'
+	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip install --compile-bytecode \
+	  -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m compileall -q raytrain_opt
 	@touch $@
 
 quickstart: install
