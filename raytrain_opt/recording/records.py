@@ -95,9 +95,7 @@ class RoundRecord(Record):
     metric: Metric = Field(
         Metric(), description="The metric of the task that decides, and whether more is better."
     )
-    winner: int | None = Field(
-        description="`index` of the winner; null when the decision needs another round."
-    )
+    winner: int | None = Field(description="`index` of the winner; null: another round follows.")
     reason: str = Field(description="Why the policy decided so.")
     next_base_lr: float = Field(description="Base learning rate after the round.")
     timings_s: Timings = Field(
