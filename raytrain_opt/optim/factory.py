@@ -49,8 +49,8 @@ def parameter_groups(
     two dimensions get `weight_decay` 0 and `adapt` False (which `LARS` reads and other optimizers
     ignore); their groups come last. `lr_multipliers`: factors of the rate, by patterns of
     parameter names (`fc.*`); the first that matches counts. With `use_muon`, a group's `use_muon`
-    says whether its parameters are matrices of at least two rows and columns, learned positions
-    [1, length, width] among them, without those of embeddings and normalization layers.
+    says whether its parameters are matrices of at least two rows and columns, outside of
+    embeddings and normalization layers; learned positions [1, length, width] are.
 
     Raises JobError for a pattern that matches no parameter.
     """

@@ -60,9 +60,8 @@ def evaluate(
     if gives_means:
         batch_size = min(batch_size, _size_for_means(size))
     total = math.ceil(size / (world_size * batch_size))
-    recorder = None
-    if split == "test" and isinstance(task, Classification):
-        recorder = PredictionRecorder(model)
+    records = split == "test" and isinstance(task, Classification)
+    recorder = PredictionRecorder(model) if records else None
     for done, batch in enumerate(data.eval_batches(split, rank, world_size, batch_size)):
         on_step(done, total)
         learner.seed(f"{split} {rank} {done}")
@@ -77,8 +76,7 @@ def evaluate(
             recorder.add(batch)
         if outputs is not None:
             keep_outputs(outputs, values)
-        columns = [values[name].double() for name in (*names, "loss")]
-        columns[-1] = columns[-1] ** 2
+        columns = [*(values[name].double() for name in names), values["loss"].double() ** 2]
         sums += torch.stack([column.sum() for column in columns])
         samples += batch.size
     *values_sums, loss_squares = sums.tolist()
