@@ -138,12 +138,12 @@ def _connect(
             os.environ.update(stack.enter_context(fork_server()))
         stack.callback(_shut_down)
         with sigterm_handler_kept():
-            ray.init(
-                log_to_driver=verbose,
-                logging_level=logging.INFO if verbose else logging.ERROR,
-                configure_logging=True,
-                **options,
-            )
+            options["log_to_driver"] = verbose
+            options["logging_level"] = logging.INFO if verbose else logging.ERROR
+            try:
+                ray.init(**options)
+            except ChildProcessError:  # the files that took too long are in memory now
+                ray.init(**options)
         # Nobody else may read the token that Ray has made, with a mode by the umask.
         with suppress(OSError):  # there is none, as usual, or it is not ours
             (Path.home() / ".ray" / "auth_token").chmod(0o600)

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ray import cloudpickle
@@ -77,9 +76,17 @@ def as_local_node(limit_s: float) -> Iterator[None]:
     Ray listens on all interfaces unless its node's address is 127.0.0.1, and accepts that address
     only where it supports no clusters: `ENABLE_RAY_CLUSTER` is that switch. Signals to the
     driver's process group (of `timeout`, Slurm and systemd) do not reach it: the driver ends its
-    pools by Ray's control service. It has no API server, and may take `limit_s` to start.
+    pools by Ray's control service. It has no API server, and may take `limit_s` to start. Raises
+    ChildProcessError as soon as one of its processes has ended: a raylet ends if its agents take
+    15 s to start.
     """
     get_node: Any = services.get_node
+    popen: Any = services.ConsolePopen
+    processes: list[Any] = []
+
+    def start(*arguments: Any, **options: Any) -> Any:
+        processes.append(popen(*arguments, **options, process_group=0))
+        return processes[-1]
 
     def wait(*arguments: Any) -> Any:
         deadline_s = monotonic_s() + limit_s
@@ -87,13 +94,19 @@ def as_local_node(limit_s: float) -> Iterator[None]:
             try:
                 return get_node(*arguments)
             except RuntimeError:  # the node has not registered yet
-                if monotonic_s() > deadline_s:
-                    raise
-                time.sleep(0.1)
+                ended = any(process.poll() is not None for process in processes)
+                if not ended and monotonic_s() < deadline_s:
+                    time.sleep(0.1)
+                    continue
+                while processes:
+                    processes.pop().kill()
+                if ended:
+                    raise ChildProcessError("one of its processes has ended") from None
+                raise
 
     with (
         _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False),
-        _replaced(services, "ConsolePopen", partial(services.ConsolePopen, process_group=0)),
+        _replaced(services, "ConsolePopen", start),
         _replaced(Node, "start_api_server", _do_nothing),
         _replaced(services, "get_node", wait),
     ):

@@ -91,15 +91,17 @@ def test_a_ray_of_our_own_lives_in_a_private_folder_with_a_short_path(
         assert not folder.parent.exists()
 
 
-def test_a_ray_that_does_not_start_keeps_the_logs_that_the_error_names(
+def test_a_ray_that_does_not_start_starts_again_and_keeps_the_logs_that_the_error_names(
     monkeypatch: pytest.MonkeyPatch, calls: list[Any]
 ) -> None:
     def fail(**_: Any) -> None:
-        raise RuntimeError("planted failure")
+        calls.append("init")
+        raise ChildProcessError("planted failure")
 
     monkeypatch.setattr(ray, "init", fail)
     with pytest.raises(PoolError, match="planted failure.*session_latest/logs") as caught:
         connection.ray_session(None, verbose=False).__enter__()
+    assert calls.count("init") == 2
     folder = Path(str(caught.value).rpartition("see ")[2]).parents[2]
     assert folder.is_dir()
     assert not (folder / ".owner").exists()  # else the next process removes the folder

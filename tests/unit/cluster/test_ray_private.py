@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,12 @@ def test_the_start_of_the_local_node_is_waited_for_longer_than_ray_does(
     calls.clear()
     with ray_private.as_local_node(0), pytest.raises(RuntimeError, match="no such node"):
         services.get_node("address", "node")
+    with ray_private.as_local_node(60):
+        services.ConsolePopen(["true"]).wait()
+        other = services.ConsolePopen(["sleep", "60"])
+        with pytest.raises(ChildProcessError, match="has ended"):
+            services.get_node("address", "node")
+    assert other.wait() == -signal.SIGKILL
 
 
 def test_rays_own_processes_get_a_process_group_of_their_own() -> None:
