@@ -54,7 +54,8 @@ def from_module(
     datamodule: default is the module itself, with its `train_dataloader` and `val_dataloader`.
     monitor: logged metric that decides which epoch is best, as for Lightning's ModelCheckpoint.
     mode: min or max; needed for names without "loss".
-    fields: of the job, such as epochs. Default global_batch_size: the training loader's.
+    fields: of the job, such as epochs; `data` has those beside the Datasets. Default
+    global_batch_size: the training loader's.
 
     `configure_optimizers` is not called: the job chooses the optimizer, or names one.
     Raises JobError for what would be ignored: manual optimization, hooks, several loaders.
@@ -69,10 +70,11 @@ def from_module(
         owner.setup("fit")
     train, test = (getattr(source, f"{name}_dataloader")() for name in ("train", "val"))
     refuse([*_unusable("train", train), *_unusable("val", test)], "from_module")
-    data = tuple(collated(loader.dataset, loader.collate_fn) for loader in (train, test))
+    sets = tuple(collated(loader.dataset, loader.collate_fn) for loader in (train, test))
+    data = {"name": sets, "loader_workers": train.num_workers}
+    fields["data"] = data | fields.get("data", {})
     defaults: dict[str, Any] = {
         "model": _network(module),
-        "data": {"name": data, "loader_workers": train.num_workers},
         "task": LightningTask(monitor, mode or "min"),
     }
     if train.batch_size is not None:

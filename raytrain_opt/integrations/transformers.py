@@ -43,7 +43,7 @@ def from_model(
     collator: makes a batch of a list of samples. Default: `default_data_collator`.
     compute_metrics: gets an EvalPrediction of the whole test set, and returns numbers.
     metric_for_best_model, greater_is_better: one of them, as in TrainingArguments.
-    fields: of the job, such as epochs and global_batch_size.
+    fields: of the job, such as epochs and global_batch_size; `data` has those beside the Datasets.
 
     The job chooses optimizer and rate, or names them.
     """
@@ -65,8 +65,9 @@ def from_model(
         metric,
         not metric.endswith("loss") if greater_is_better is None else greater_is_better,
     )
-    data = {"name": (collated(train, columns), collated(test, columns))}
-    return Job.model_validate({"model": model, "data": data, "task": task} | fields)
+    sets = {"name": (collated(train, columns), collated(test, columns))}
+    fields["data"] = sets | fields.get("data", {})
+    return Job.model_validate({"model": model, "task": task} | fields)
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def test_the_documented_model_is_searched_trained_and_resumed(
 ) -> None:
     def job(name: str, epochs: int) -> Job:
         parts = (reviews.train, reviews.test, reviews.collator, reviews.compute_metrics)
-        fields = {"epochs": epochs, "workers": {"count": 2}}
+        fields = {"epochs": epochs, "workers": {"count": 2}, "data": {"loader_workers": 0}}
         data = {"metric_for_best_model": "eval_f1", "evaluate": {"batch_size_per_worker": 32}}
         return small_job(tmp_path / name, reviews.model, *parts, **fields, **data)
 
