@@ -23,11 +23,11 @@ from raytrain_opt.config.section import (
 class Traits:
     """What an optimizer is like.
 
-    `usual_lr`: its rate in small networks, if known. `usual_warmup`: the default warm-up, as a
-    fraction of the training. `excludes_bias_and_norm`: by default biases and normalization layers
-    get no weight decay. `auto_weight_decay`: the policy may choose the decay. `schedule_free`: it
-    averages its weights in place of a decay of the rate. `second_rule`: only matrices follow its
-    own rule. `counts_updates`: its rule changes with the number of updates.
+    `usual_lr`: its rate in small networks and short trainings, if known. `usual_warmup`: the
+    default warm-up, as a fraction of the training. `excludes_bias_and_norm`: by default biases and
+    normalization layers get no weight decay. `auto_weight_decay`: the policy may choose the decay.
+    `schedule_free`: it averages its weights in place of a decay of the rate. `second_rule`: only
+    matrices follow its own rule. `counts_updates`: its rule changes with the number of updates.
     """
 
     usual_lr: float | None = None
@@ -41,13 +41,13 @@ class Traits:
 
 OPTIMIZERS = {
     "Adagrad": Traits(0.01),
-    "Adam": Traits(0.001),
-    "AdamW": Traits(0.001, auto_weight_decay=True),
+    "Adam": Traits(0.003),
+    "AdamW": Traits(0.003, auto_weight_decay=True),
     # The best of six rates on three of five tasks (benchmarks/RESULTS.md).
     "LARS": Traits(2.0, usual_warmup=0.2, excludes_bias_and_norm=True),
     "Muon": Traits(0.1, excludes_bias_and_norm=True, auto_weight_decay=True, second_rule=True),
-    "NAdam": Traits(0.001),
-    "RAdam": Traits(0.001),
+    "NAdam": Traits(0.003),
+    "RAdam": Traits(0.003),
     "RMSpropWarmup": Traits(counts_updates=True),
     "SGD": Traits(0.1),  # with momentum
     "ScheduleFreeAdamW": Traits(0.0025, schedule_free=True),
@@ -92,14 +92,6 @@ class OptimizerSection(NamedSection):
         """Whether the policy chooses the weight decay of each epoch."""
         return bool(self.args.get("weight_decay") == "auto")
 
-    @property
-    def is_preferred(self) -> bool:
-        """Whether the search keeps it unless another is better by more than noise.
-
-        Without a weight decay that follows the fit, Muon overfits where data are few.
-        """
-        return self.traits.second_rule and self.has_auto_weight_decay
-
     def without_auto_weight_decay(self) -> OptimizerSection:
         args = {n: v for n, v in self.args.items() if v != "auto"}
         return self.model_copy(update={"args": args})
@@ -140,12 +132,11 @@ class OptimizerChoiceSection(OptimizerSection):
     """An optimizer, or several among which the search chooses."""
 
     candidates: list[OptimizerSection] = Field(default_factory=list)
-    """With name: auto, the search of policy stpt_horizon chooses among these: Muon with
-    weight_decay: auto, or else the first one, unless another is better by more than noise. Where
-    there are too few steps for that, or they learn too little, the first one trains. Default:
-    Muon, SGD, ScheduleFreeSGD, AdamW; for a network without BatchNorm, GroupNorm or InstanceNorm:
-    AdamW, Muon, SGD, ScheduleFreeSGD; both without Muon where its steps would take several times
-    as long."""
+    """With name: auto, the search of policy stpt_horizon chooses among these: the first one,
+    unless another is better by more than noise. Where there are too few steps for that, or they
+    learn too little, the first one trains. Default: Muon, SGD, ScheduleFreeSGD, AdamW; for a
+    network without BatchNorm, GroupNorm or InstanceNorm: Muon, AdamW, SGD, ScheduleFreeSGD; both
+    without Muon where its steps would take several times as long."""
 
     @property
     def is_choice(self) -> bool:
@@ -195,12 +186,12 @@ class OptimizerChoiceSection(OptimizerSection):
 
 
 def _usual_optimizers(*, channel_norm: bool, embeddings: bool) -> tuple[OptimizerSection, ...]:
-    """Return the optimizers that the search compares; the first trains where it cannot decide."""
+    """Return the optimizers that the search compares; the first is preferred."""
     aux = {} if channel_norm and not embeddings else {"aux": "adamw"}
     muon = OptimizerSection(name="Muon", args={"weight_decay": "auto", **aux})
     adamw = OptimizerSection(name="AdamW", args={"weight_decay": "auto"})
     sgd = (OptimizerSection(name="SGD"), OptimizerSection(name="ScheduleFreeSGD"))
-    return (muon, *sgd, adamw) if channel_norm else (adamw, muon, *sgd)
+    return (muon, *sgd, adamw) if channel_norm else (muon, adamw, *sgd)
 
 
 class BatchNormSection(Section):

@@ -96,6 +96,7 @@ def resolve(job: Job, facts: Facts, placement: Placement, global_batch_size: int
         guessing_loss=guessing_loss(job, facts.info.num_classes, facts.info.class_counts),
         classifies=job.task.is_classification,
         own_order=is_function_name(job.data.sampler),
+        initial_lr=job.initial_lr,
     )
     policy = build_policy(chosen, length, steps, task)
     learner = replace(learner, optimizers=chosen.optimizers, data_digest=facts.info.digest)
@@ -108,7 +109,7 @@ def settle(job: Job, placement: Placement, global_batch_size: int) -> Job:
     if job.batch_size_search is not None:
         changes |= {"global_batch_size": global_batch_size, "batch_size_search": None}
     policy = job.learning_rate
-    if job.batch_size_search is not None or policy.scaling is not None or policy.initial is None:
+    if job.batch_size_search is not None or policy.scaling is not None:
         lr = scaled_lr(job, global_batch_size)
         changes["learning_rate"] = policy.model_copy(update={"initial": lr, "scaling": None})
     changes["workers"] = job.workers.settled(placement.workers, placement.threads)

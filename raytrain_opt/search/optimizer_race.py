@@ -3,12 +3,11 @@
 Each optimizer has a search of its own (see `peak_search`), with candidates of equal lengths:
 
     all   the coarse stage, from the optimizer's usual rate
-    one   the fine stage: the preferred one, which is Muon with a decay that follows the fit, or
-          else the first of the list
+    one   the fine stage: the preferred one, the first of the list
     one   the first candidate of the fine stage: of the others, the first whose coarse loss ties
           with the lowest. It leaves if its loss is clearly higher, else it gets the complete stage
     then  the preferred one with its peak, or the other one if its fine candidate is better, or
-          the only one that has learned; if none has, the first of the list at its usual rate
+          the only one that has learned; if none has, the preferred one at its usual rate
 
 The choice is clear if its loss is the lowest, and the fine stage has learned more than the coarse.
 
@@ -57,7 +56,6 @@ class OptimizerRace:
 
     names: tuple[str, ...]
     searches: tuple[PeakSearch, ...]
-    preferred: int = 0
     guessing_loss: float = math.inf  # of a guess by the classes' frequencies
 
     @property
@@ -77,13 +75,12 @@ class OptimizerRace:
             if (yield from search.coarse(why)):
                 left.append(search)
             why = ""
-        finalists, preferred = list[PeakSearch](), self.searches[self.preferred]
+        finalists = list[PeakSearch]()
         while left and len(finalists) < _FINALISTS:
             lowest = min((other.best for other in left), key=lambda best: best.val_loss)
             tied = [other for other in left if not is_better(lowest, other.best)]
-            search, against, limit = tied[0], "", math.inf
-            if preferred in left:
-                search = preferred
+            preferred = self.searches[0]
+            search, against, limit = preferred if preferred in left else tied[0], "", math.inf
             left.remove(search)
             if finalists:
                 against, loss = self.names[finalists[0].optimizer], finalists[0].best.val_loss
@@ -106,7 +103,7 @@ class OptimizerRace:
         chosen = next(iter(others), first)
         best = min((search.best for search in finalists), key=lambda result: result.val_loss)
         if has_learned(chosen.best, untrained):
-            choice = chosen.peak()
+            choice = chosen.peak(doubt(chosen.best, untrained))
             return replace(
                 choice,
                 reason=self._compared(chosen, finalists) + choice.reason,
@@ -118,11 +115,10 @@ class OptimizerRace:
         reason = (
             f"the best candidate's loss of {best.val_loss:.4g} is not below {untrained:.4g}, that "
             f"{kind}, by more than the noise, {noise(best, untrained):.2g}; so "
-            f"{self.names[usual.optimizer]} trains where its search began"
+            f"{self.names[usual.optimizer]} trains at its usual rate, or the job's"
         )
-        return PeakChoice(
-            usual.optimizer, usual.initial, usual.best, usual.untrained_loss, reason, False
-        )
+        lr = usual.undecided_lr
+        return PeakChoice(usual.optimizer, lr, usual.best, usual.untrained_loss, reason, False)
 
     def _compared(self, chosen: PeakSearch, finalists: Sequence[PeakSearch]) -> str:
         """Say how the chosen optimizer compares with the other finalist, if there is one."""
@@ -148,9 +144,15 @@ def noise(best: CandidateResult, untrained: float) -> float:
     return max(_ERRORS * best.val_loss_error, _LEAST_FALL * abs(untrained))
 
 
+def doubt(best: CandidateResult, untrained: float) -> float:
+    """Return the noise of the best loss over what it has gained; infinite without a gain."""
+    gain = untrained - best.val_loss
+    return noise(best, untrained) / gain if gain > 0 else math.inf
+
+
 def has_learned(best: CandidateResult, untrained: float) -> bool:
     """Return whether the best candidate says anything about optimizers and rates."""
-    return untrained - best.val_loss > noise(best, untrained)
+    return doubt(best, untrained) < 1
 
 
 def is_better(other: CandidateResult, preferred: CandidateResult) -> bool:

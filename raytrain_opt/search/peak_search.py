@@ -36,7 +36,8 @@ _FIRST_OFFSETS = (-1, 0, 1)
 TOLERANCE = 0.02
 # The weight of a fine candidate is this power of its gain.
 _GAIN_POWER = 4
-# A lower usual rate counts as this many steps of a candidate in the mean of the logarithms.
+# In the mean of the logarithms, a lower usual rate counts as this many steps of a candidate, and
+# any usual rate as the square of the doubt.
 _USUAL_STEPS = 8
 
 # Steps of a fine candidate where the budget allows, or as a part of an epoch; with fewer, single
@@ -161,7 +162,8 @@ class PeakSearch:
     initial: float
     steps: CandidateSteps
     budget: Budget
-    usual_lr: float | None  # of this optimizer, if it is known
+    usual_lr: float | None  # of this optimizer and so long a training, if it is known
+    undecided_lr: float  # which trains if the candidates have learned nothing
     peak_factor: float = 1.0  # of the peak, relative to what the candidates say
 
     def __post_init__(self) -> None:
@@ -236,8 +238,11 @@ class PeakSearch:
         has_diverged = point in coarse.results and point not in coarse.alive
         return is_affordable and not has_diverged and stage.lowest_loss <= limit
 
-    def peak(self) -> PeakChoice:
-        """Choose `peak_factor` times the weighted mean of the rates, drawn down to the usual."""
+    def peak(self, doubt: float) -> PeakChoice:
+        """Choose `peak_factor` times the weighted mean of the rates, drawn to the usual one.
+
+        doubt: the noise of the best loss over what it has gained, from 0 to 1.
+        """
         stage, best = self._last, self._last.largest(0.0)
         gains = {p: max(0.0, self.untrained_loss - r.val_loss) for p, r in stage.alive.items()}
         highest = gains[best]
@@ -253,10 +258,13 @@ class PeakSearch:
         if self.peak_factor != 1:
             center += _PER_DECADE * math.log10(self.peak_factor)
             reason = f"{self.peak_factor:g} x the {reason}"
-        usual = math.inf if self.usual_lr is None else _PER_DECADE * math.log10(self.usual_lr)
-        if usual < center:
-            center += (usual - center) * _USUAL_STEPS / (_USUAL_STEPS + stage.steps)
-            reason += f", drawn down to the usual rate {self.usual_lr:g}"
+        if self.usual_lr is not None:
+            usual, pull = _PER_DECADE * math.log10(self.usual_lr), doubt**2
+            if usual < center:
+                pull = max(pull, _USUAL_STEPS / (_USUAL_STEPS + stage.steps))
+            center += pull * (usual - center)
+            if pull >= 0.01:
+                reason += f", drawn by {pull:.0%} to the usual rate {self.usual_lr:g}"
         nearest = stage.alive[min(stage.alive, key=lambda point: abs(point - center))]
         reason += f", in {stage.steps} steps"
         lr = point_to_lr(center)

@@ -54,6 +54,10 @@ from raytrain_opt.search.weight_decay import Watch, decay_by_fit
 # their own: a smaller peak gains nothing there (benchmarks/RESULTS.md).
 _WITHOUT_CHANNEL_NORM = 0.5
 
+# Up to this many updates such a network trains at the usual rate, and at one that falls with the
+# root of their number beyond (Zinkevich, ICML 2003).
+_USUAL_UPDATES = 100
+
 # The cost of a search with max_search_cost: auto, unless the training is a small one. With so many
 # updates the search decides as full trainings do (benchmarks/RESULTS.md), and in so many
 # operations they take minutes of some cores, a second of a GPU.
@@ -73,6 +77,7 @@ class TaskFacts:
     guessing_loss: float = math.inf  # see `optimizer_race`
     classifies: bool = True  # not a task of the user's own
     own_order: bool = False  # a sampler of the user's own
+    initial_lr: float = SGD_LR  # where the search starts unless the job says
 
 
 NO_FACTS = TaskFacts()
@@ -120,13 +125,13 @@ class HorizonStpt(Policy):
         """Return the search before epoch 1, and a longer one for a result that is not clear."""
         races = list[OptimizerRace]()
         for budget in self.budgets(history):
-            race = self._race(budget)
+            race = self._race(budget, history)
             if race is None or (races and race.steps.fine < _LONGER * races[0].steps.fine):
                 break
             races.append(race)
         return races
 
-    def _race(self, budget: float) -> OptimizerRace | None:
+    def _race(self, budget: float, history: History) -> OptimizerRace | None:
         """Return a search: of the first optimizer only if it is short; None if it is too short."""
         optimizers = self.optimizers
         steps = divide_budget(budget, self.steps.search, len(optimizers))
@@ -136,13 +141,13 @@ class HorizonStpt(Policy):
         if steps is None:
             return None
         left, factor = Budget(budget), 1.0 if self.facts.channel_norm else _WITHOUT_CHANNEL_NORM
-        searches = (
-            PeakSearch(i, self._initial(i), steps, left, optimizer.traits.usual_lr, factor)
-            for i, optimizer in enumerate(optimizers)
-        )
+        length_factor, searches = self._length_factor(history), list[PeakSearch]()
+        for i, optimizer in enumerate(optimizers):
+            known, undecided = optimizer.traits.usual_lr, self._undecided(i, history)
+            usual = None if known is None else known * length_factor
+            searches.append(PeakSearch(i, self._start(i), steps, left, usual, undecided, factor))
         names = tuple(str(optimizer.name) for optimizer in optimizers)
-        preferred = next((i for i, section in enumerate(optimizers) if section.is_preferred), 0)
-        return OptimizerRace(names, tuple(searches), preferred, self.facts.guessing_loss)
+        return OptimizerRace(names, tuple(searches), self.facts.guessing_loss)
 
     def _following(self, history: History) -> PeakRequest | PeakChoice | None:
         """Return what follows these rounds; None without a search. Raises DivergedError."""
@@ -174,12 +179,23 @@ class HorizonStpt(Policy):
                 break
         return choice
 
-    def _initial(self, optimizer: int) -> float:
-        """Return the rate at which the search starts, and which trains if it cannot decide."""
-        initial = self.section.initial or SGD_LR
+    def _start(self, optimizer: int) -> float:
+        """Return the rate at which the search starts."""
+        initial = self.section.initial or self.facts.initial_lr
         if len(self.optimizers) == 1:
             return initial
         return initial * (self.optimizers[optimizer].traits.usual_lr or SGD_LR) / SGD_LR
+
+    def _length_factor(self, history: History) -> float:
+        """Return the usual rate of a training of this length over that of a short one."""
+        updates = self.length.planned_steps(self.steps, history.plans)
+        shorter = 1.0 if self.facts.channel_norm else _USUAL_UPDATES / updates
+        return math.sqrt(min(1.0, shorter))
+
+    def _undecided(self, optimizer: int, history: History) -> float:
+        """Return the rate that trains if the search decides nothing: the job's, or the usual."""
+        factor = self._length_factor(history) if self.section.initial is None else 1.0
+        return self._start(optimizer) * factor
 
     def next(self, epoch: int, history: History) -> TryCandidates | StartAgain | TrainEpoch:
         """Return a round before epoch 1, a new start, or an epoch. Raises DivergedError."""
@@ -222,7 +238,7 @@ class HorizonStpt(Policy):
 
     def _try_peaks(self, request: PeakRequest, history: History) -> TryCandidates:
         optimizer = request.optimizer
-        base_lr = self._initial(optimizer)
+        base_lr = self._start(optimizer)
         first = sum(len(decision.tried) for decision in history.decisions)
         weight_decay_factor = 0.0 if self.optimizers[optimizer].has_auto_weight_decay else 1.0
         candidates = tuple(
@@ -245,7 +261,7 @@ class HorizonStpt(Policy):
         span = self.length.span(epoch, self.steps, history.plans, attempt.start)
         found = history.latest
         optimizer = found.next_optimizer if found else 0
-        peak = (found.next_base_lr if found else self._initial(optimizer)) * attempt.lr_factor
+        peak = (found.next_base_lr if found else self._undecided(0, history)) * attempt.lr_factor
         schedule = self.schedule(optimizer)
         how = "constant rate" if schedule.shape == "constant" else f"{schedule.shape} decay from"
         reason = f"{how} {peak:.3g}"

@@ -59,9 +59,9 @@ def test_the_usual_rate_of_the_optimizer_and_a_sampler_of_ones_own_reach_the_pol
     for sampler, own in ((every_sample, True), ("balanced", False)):
         data = {"name": "digits", "sampler": sampler}
         resolved = resolve_here(Job.model_validate({**base, "data": data}))
-        assert resolved.job.learning_rate.initial == 0.001
+        assert resolved.job.learning_rate.initial is None
         assert isinstance(resolved.policy, HorizonStpt)
-        assert resolved.policy.facts.own_order == own
+        assert (resolved.policy.facts.initial_lr, resolved.policy.facts.own_order) == (0.003, own)
 
 
 def mlp(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
@@ -161,7 +161,7 @@ def test_the_network_decides_the_order_of_optimizers_and_whether_channels_are_no
     assert resolved.policy.optimizers == resolved.learner.optimizers
     names = [section.name for section in resolved.learner.optimizers]
     others = ["SGD", "ScheduleFreeSGD"]
-    assert names == (["Muon", *others, "AdamW"] if normalizes else ["AdamW", "Muon", *others])
+    assert names == (["Muon", *others, "AdamW"] if normalizes else ["Muon", "AdamW", *others])
     assert resolved.policy.facts.step_flops < 1e8  # so the search may take one training
 
 
