@@ -54,8 +54,7 @@ def from_module(
     datamodule: default is the module itself, with its `train_dataloader` and `val_dataloader`.
     monitor: logged metric that decides which epoch is best, as for Lightning's ModelCheckpoint.
     mode: min or max; needed for names without "loss".
-    fields: of the job, such as epochs; `data` has those beside the Datasets. Default
-    global_batch_size: the training loader's.
+    fields: of the job, of `data` those beside the Datasets. Default batch size: the loader's.
 
     `configure_optimizers` is not called: the job chooses the optimizer, or names one.
     Raises JobError for what would be ignored: manual optimization, hooks, several loaders.

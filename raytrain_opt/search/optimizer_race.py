@@ -98,16 +98,16 @@ class OptimizerRace:
         if len(self.names) > 1:
             untrained = min(untrained, self.guessing_loss)
         first, *others = finalists
-        if has_learned(first.best, untrained):
+        if doubt(first.best, untrained) < 1:
             others = [other for other in others if is_better(other.best, first.best)]
         chosen = next(iter(others), first)
         best = min((search.best for search in finalists), key=lambda result: result.val_loss)
-        if has_learned(chosen.best, untrained):
+        if doubt(chosen.best, untrained) < 1:
             choice = chosen.peak(doubt(chosen.best, untrained))
             return replace(
                 choice,
                 reason=self._compared(chosen, finalists) + choice.reason,
-                is_clear=chosen.best == best and has_learned(best, chosen.best_coarse.val_loss),
+                is_clear=chosen.best == best and doubt(best, chosen.best_coarse.val_loss) < 1,
             )
         is_guess = untrained == self.guessing_loss
         kind = "of a guess by class" if is_guess else "of a network that hardly trained"
@@ -145,14 +145,9 @@ def noise(best: CandidateResult, untrained: float) -> float:
 
 
 def doubt(best: CandidateResult, untrained: float) -> float:
-    """Return the noise of the best loss over what it has gained; infinite without a gain."""
+    """Return the noise of the best loss over its gain; with 1 or more it has learned nothing."""
     gain = untrained - best.val_loss
     return noise(best, untrained) / gain if gain > 0 else math.inf
-
-
-def has_learned(best: CandidateResult, untrained: float) -> bool:
-    """Return whether the best candidate says anything about optimizers and rates."""
-    return doubt(best, untrained) < 1
 
 
 def is_better(other: CandidateResult, preferred: CandidateResult) -> bool:

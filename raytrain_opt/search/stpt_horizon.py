@@ -194,7 +194,7 @@ class HorizonStpt(Policy):
 
     def _undecided(self, optimizer: int, history: History) -> float:
         """Return the rate that trains if the search decides nothing: the job's, or the usual."""
-        factor = self._length_factor(history) if self.section.initial is None else 1.0
+        factor = 1.0 if self.section.initial else self._length_factor(history)
         return self._start(optimizer) * factor
 
     def next(self, epoch: int, history: History) -> TryCandidates | StartAgain | TrainEpoch:
