@@ -2,7 +2,7 @@
 
     h, w    pixels of the crop in the original image         s    pixels of the result, per side
     a       fraction of the image's area, uniform in [0.08, 1]
-    r       ratio w / h, log-uniform in [3/4, 4/3]
+    r       ratio w / h, log-uniform in [3/4, 4/3]; both drawn by torchvision
 
 JPEG files are decoded by libjpeg-turbo (simplejpeg), with 1/2 to 1/8 of the pixels per side where
 the crop still has at least s of them. Everything else, and what libjpeg-turbo rejects, is decoded
@@ -34,9 +34,7 @@ Pixels = npt.NDArray[np.uint8]
 
 # The usual evaluation crop: 224 pixels out of a shorter side of 256.
 _RESIZE_RATIO = 256 / 224
-_AREA, _LOG_RATIO = (0.08, 1.0), (math.log(3 / 4), math.log(4 / 3))
-# Draws until a crop fits into the image, as in torchvision.
-_MAX_DRAWS = 10
+_AREA, _RATIO = [0.08, 1.0], [3 / 4, 4 / 3]
 # Files of a folder that are taken for images, as in torchvision.
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 # Pillow knows more than forty formats, and starts Ghostscript for one of them.
@@ -82,10 +80,14 @@ def read_image_file(path: str | Path) -> bytes:
 def random_crop(content: bytes, size: int) -> torch.Tensor:
     """Return a random crop of an image file, resized and mirrored with probability 0.5.
 
-    uint8 [size, size, 3]; draws from Python's random numbers. Raises ImageError.
+    uint8 [size, size, 3]; draws from torch's and Python's random numbers. Raises ImageError.
     """
+    from torchvision.transforms import RandomResizedCrop  # not at the top: this takes a second
+
     image = _ImageFile(content)
-    pixels = _resized(image, draw_box(image.height, image.width), (size, size))
+    shape = torch.empty(image.height, image.width, device="meta")
+    box = Box(*RandomResizedCrop.get_params(shape, _AREA, _RATIO))
+    pixels = _resized(image, box, (size, size))
     return pixels.flip(1) if random.random() < 0.5 else pixels
 
 
@@ -105,22 +107,6 @@ def stretch(content: bytes, height: int, width: int) -> torch.Tensor:
     """Return all of an image file, uint8 [height, width, 3]. Raises ImageError."""
     image = _ImageFile(content)
     return _resized(image, Box(0, 0, image.height, image.width), (height, width))
-
-
-def draw_box(height: int, width: int) -> Box:
-    """Draw a crop as torchvision does; the largest in the middle if none fits."""
-    for _ in range(_MAX_DRAWS):
-        area = height * width * random.uniform(*_AREA)
-        ratio = math.exp(random.uniform(*_LOG_RATIO))
-        box_width, box_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-        if 0 < box_width <= width and 0 < box_height <= height:
-            top = random.randint(0, height - box_height)
-            left = random.randint(0, width - box_width)
-            return Box(top, left, box_height, box_width)
-    low, high = (math.exp(ratio) for ratio in _LOG_RATIO)
-    box_width, box_height = min(width, round(height * high)), min(height, round(width / low))
-    top, left = (height - box_height) // 2, (width - box_width) // 2
-    return Box(top, left, box_height, box_width)
 
 
 def open_image(content: bytes) -> Image.Image:
