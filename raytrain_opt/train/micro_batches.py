@@ -43,15 +43,10 @@ class MicroBatches:
 
 def split_by_speed(count: int, speeds: Sequence[float]) -> list[range]:
     """Return the micro-batches of each worker, one or more, that let the last be done first."""
-    total = sum(speeds)
-    shares = [max(1, int(count * speed / total)) for speed in speeds]
-    workers = range(len(speeds))
-    while sum(shares) < count:
+    shares, workers = [1] * len(speeds), range(len(speeds))
+    for _ in range(count - len(speeds)):
         first_done = min(workers, key=lambda w: (shares[w] + 1) / speeds[w])
         shares[first_done] += 1
-    while sum(shares) > count:
-        last_done = max(workers, key=lambda w: (shares[w] > 1, shares[w] / speeds[w]))
-        shares[last_done] -= 1
     ends = list(accumulate(shares))
     return [range(end - share, end) for end, share in zip(ends, shares, strict=True)]
 
