@@ -115,7 +115,7 @@ class OptimizerRace:
         reason = (
             f"the best candidate's loss of {best.val_loss:.4g} is not below {untrained:.4g}, that "
             f"{kind}, by more than the noise, {noise(best, untrained):.2g}; so "
-            f"{self.names[usual.optimizer]} trains at its usual rate, or the job's"
+            f"{self.names[usual.optimizer]} trains at its usual rate, or at learning_rate.initial"
         )
         lr = usual.undecided_lr
         return PeakChoice(usual.optimizer, lr, usual.best, usual.untrained_loss, reason, False)
