@@ -249,6 +249,13 @@ def test_the_preferred_optimizer_stays_where_none_is_better_by_more_than_noise()
     assert search(policy(AUTO[::-1]), first_adamw)[1].steps.optimizer == 0
 
 
+def test_a_peak_is_drawn_to_the_usual_rate_by_the_square_of_the_doubt() -> None:
+    """The gain over a rate a decade below is 1, the noise two errors; the usual rate is 0.1."""
+    for error, pull in ((0.4, 0.64), (0.45, 0.81), (0.49, 0.9604)):
+        _, _, history = search(policy(AUTO[:1]), {MUON: Optimizer(1.0, 2.0, error=error)})
+        assert math.log10(peak(history)) == pytest.approx(-pull, abs=0.01)
+
+
 @pytest.mark.parametrize(("order", "name"), [(1, "Muon, peak 0.1"), (-1, "AdamW, peak 0.003")])
 @pytest.mark.parametrize(("loss", "error"), [(2.0, 1.5), (150.0, 0.0)])
 def test_the_first_of_the_list_trains_at_its_usual_rate_where_none_learned(

@@ -420,11 +420,7 @@ def test_when_all_diverge_again_and_again_the_error_lists_the_rates() -> None:
 )
 @pytest.mark.parametrize(
     ("section", "noise"),
-    [
-        ({}, 0.01),
-        ({}, 1.0),
-        ({"max_search_cost": 0.05, "initial": 1e-3}, 0.01),
-    ],
+    [({}, 0.01), ({}, 1.0), ({"max_search_cost": 0.05, "initial": 1e-3}, 0.01)],
 )
 def test_the_budget_is_kept(
     epochs: int, steps: int, section: dict[str, Any], noise: float

@@ -188,11 +188,7 @@ def test_a_task_that_counts_is_refused_and_preserved() -> None:
 
 
 @pytest.mark.parametrize(
-    "loss",
-    [
-        lambda y: y.detach().mean(),
-        lambda y: (y.argmax(1) == 0).float().mean(),
-    ],
+    "loss", [lambda y: y.detach().mean(), lambda y: (y.argmax(1) == 0).float().mean()]
 )
 def test_a_loss_without_a_gradient_is_refused(loss: Callable[[Tensor], Tensor]) -> None:
     task = Annealed()
@@ -263,8 +259,7 @@ class Everything(Matrices):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "message"),
-    [(Matrices, ": 1.weight, 1.bias; train"), (Everything, "")],
+    ("optimizer", "message"), [(Matrices, ": 1.weight, 1.bias; train"), (Everything, "")]
 )
 def test_an_optimizer_trains_every_parameter_with_a_gradient(
     optimizer: type[Matrices], message: str
