@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -11,6 +12,8 @@ from tests.support.samples import samples  # noqa: F401 - fixture
 # Before torch is imported: several threads in each of several processes on few cores mostly wait
 # for each other (the unit tests take many times longer).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Collecting garbage among all tests and what they import takes a tenth of the time.
+gc.disable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,6 +25,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the file that takes longest, so that all processes end at about the same time."""
     items.sort(key=lambda item: item.path.name != "test_training_run.py")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

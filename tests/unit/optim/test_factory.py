@@ -245,12 +245,7 @@ def test_any_optimizer_has_rates_by_parameter_name() -> None:
         assert rates == [2.0 * lr, 4.0 * lr, lr]
 
 
-@pytest.mark.parametrize(
-    ("values", "pattern"),
-    [
-        ({"lr_multipliers": {"head.*": 2.0}}, "head"),
-    ],
-)
+@pytest.mark.parametrize(("values", "pattern"), [({"lr_multipliers": {"head.*": 2.0}}, "head")])
 def test_a_pattern_that_matches_no_parameter_is_an_error(
     values: dict[str, Any], pattern: str
 ) -> None:
