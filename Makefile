@@ -46,7 +46,7 @@ quickstart: install
 
 # The tests with Ray mostly wait for processes; the others use the cores meanwhile.
 test: install
-	@$(MAKE) -j3 test-ray-runs test-ray-failures lint types test-without-ray
+	@$(MAKE) -j3 test-ray-runs test-ray-failures test-without-ray lint types
 
 lint: install
 	$(BIN)/ruff check .
