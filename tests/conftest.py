@@ -32,6 +32,10 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else libraries report at the end what was not collected
+
+
 @pytest.fixture
 def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write an empty report at the end of a run: plots take longer than a small training."""
