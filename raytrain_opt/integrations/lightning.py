@@ -70,8 +70,7 @@ def from_module(
     train, test = (getattr(source, f"{name}_dataloader")() for name in ("train", "val"))
     refuse([*_unusable("train", train), *_unusable("val", test)], "from_module")
     sets = tuple(collated(loader.dataset, loader.collate_fn) for loader in (train, test))
-    data = {"name": sets, "loader_workers": train.num_workers}
-    fields["data"] = data | fields.get("data", {})
+    fields["data"] = {"name": sets, "loader_workers": train.num_workers, **fields.get("data", {})}
     defaults: dict[str, Any] = {
         "model": _network(module),
         "task": LightningTask(monitor, mode or "min"),

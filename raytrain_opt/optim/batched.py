@@ -13,6 +13,11 @@ from torch.optim import Optimizer
 from torch.optim.sgd import sgd
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements fill a block of memory, in any order of the axes."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
 def split_evenly(costs: Sequence[int], parts: int) -> list[list[int]]:
     """Return the indices of the costs in `parts` lists of about equal sums."""
     sums, indices = [0] * parts, [list[int]() for _ in range(parts)]

@@ -27,7 +27,7 @@ from raytrain_opt.config.load import resolve_function
 from raytrain_opt.config.section import is_function_name
 from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.errors import JobError, Problem, listed
-from raytrain_opt.optim.batched import has_fused_kernels
+from raytrain_opt.optim.batched import has_fused_kernels, is_dense
 from raytrain_opt.optim.large_batch import LARS, RMSpropWarmup
 from raytrain_opt.optim.muon import Muon, without_batch
 from raytrain_opt.optim.update import set_lr
@@ -234,11 +234,10 @@ def _default_implementation(
 def _can_be_fused(optimizer_class: type[Optimizer], parameter: Tensor) -> bool:
     """Return whether torch's fused kernels, which ignore strides, can update a parameter."""
     # Autograd gives the gradient the parameter's strides only if its elements fill their memory.
-    is_dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
-    if not (is_dense and parameter.is_floating_point() and has_fused_kernels(parameter)):
-        return False
+    is_usual = is_dense(parameter) and parameter.is_floating_point()
     # Some versions of torch, 2.11 among them, refuse Adagrad's on GPUs.
-    return optimizer_class is not torch.optim.Adagrad or parameter.device.type == "cpu"
+    is_refused = optimizer_class is torch.optim.Adagrad and parameter.device.type != "cpu"
+    return is_usual and not is_refused and has_fused_kernels(parameter)
 
 
 def _check_arguments(optimizer_class: type[Optimizer], args: dict[str, Any]) -> list[Problem]:

@@ -187,7 +187,7 @@ class HorizonStpt(Policy):
         return initial * (self.optimizers[optimizer].traits.usual_lr or SGD_LR) / SGD_LR
 
     def _length_factor(self, history: History) -> float:
-        """Return the usual rate of a training of this length over that of a short one."""
+        """Return the ratio of the usual rates of this training and of a short one."""
         updates = self.length.planned_steps(self.steps, history.plans)
         shorter = 1.0 if self.facts.channel_norm else _USUAL_UPDATES / updates
         return math.sqrt(min(1.0, shorter))

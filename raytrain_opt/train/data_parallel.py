@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_opt.config.updates import ParallelSection
 from raytrain_opt.errors import JobError, Problem, listed
+from raytrain_opt.optim.batched import is_dense
 from raytrain_opt.threads import start_thread
 from raytrain_opt.train.batch_norm import StepBuffers
 from raytrain_opt.train.micro_batches import LoadBalance, MicroBatches
-from raytrain_opt.train.state import is_dense
 from raytrain_opt.train.tree_sum import TreeExchange, TreeSum, additions_after
 
 _DDP_ARGUMENTS = signature(DistributedDataParallel).parameters

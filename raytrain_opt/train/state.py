@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map_only, tree_map_with_path
 
+from raytrain_opt.optim.batched import is_dense
+
 
 @dataclass(frozen=True)
 class PackedTensor:
@@ -50,11 +52,6 @@ class PackedTensor:
         # An empty array cannot be viewed as another dtype.
         values = flat.view(dtype) if self.data.size else torch.empty(0, dtype=dtype)
         return values.as_strided(self.shape, self.stride)
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements fill a block of memory, in any order of the axes."""
-    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 @dataclass(frozen=True)
