@@ -72,11 +72,7 @@ class Host:
         return [*enter, "--", "env", "-C", str(cwd), *arguments]
 
     def run(
-        self,
-        *arguments: str,
-        cwd: Path = Path("/"),
-        timeout_s: float = 60,
-        **environment: str,
+        self, *arguments: str, cwd: Path = Path("/"), timeout_s: float = 60, **environment: str
     ) -> subprocess.CompletedProcess[str]:
         """Run a command and return its exit code and its output with errors in one text."""
         process = self.start(*arguments, cwd=cwd, **environment)

@@ -179,10 +179,7 @@ class Wrong(OneDigit):
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        (
-            Wrong(KeyError("predictions")),
-            r"aggregate raised KeyError: 'predictions'",
-        ),
+        (Wrong(KeyError("predictions")), r"aggregate raised KeyError: 'predictions'"),
         (Wrong({"auc": 0.5}), r"aggregate must return the metric f1, not \['auc'\]"),
         (Wrong([0.5]), "aggregate raised AttributeError"),
         (Wrong({"f1": 0.5, "loss": 0.1}), "aggregate must not return loss, which is the mean"),

@@ -80,11 +80,7 @@ def search(trainer: Slot | Worker, states: CountedStates, job: Job) -> dict[str,
         history = history.after_round(policy.decide(action, results[0], history))
     latest = history.latest
     assert latest is not None
-    return {
-        "tried": tried,
-        "optimizer": latest.next_optimizer,
-        "peak": latest.next_base_lr,
-    }
+    return {"tried": tried, "optimizer": latest.next_optimizer, "peak": latest.next_base_lr}
 
 
 def one_round(trainer: Slot | Worker, states: CountedStates, _job: Job) -> dict[str, Any]:

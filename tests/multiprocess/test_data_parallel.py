@@ -114,10 +114,7 @@ def train_to_the_end_of_an_epoch(
     """
     planned = job(plain_net, batch=11 * workers, workers=workers)
     learner = Learner(
-        LearnerConfig.from_job(planned),
-        arrays,
-        CPU,
-        DataParallel if world_size > 1 else Parallel,
+        LearnerConfig.from_job(planned), arrays, CPU, DataParallel if world_size > 1 else Parallel
     )
     micro_batches = MicroBatches.all(workers)
     first_step = learner.info.train_size // (11 * workers) - len(FIRST) + 1

@@ -31,7 +31,7 @@ from tests.support.process_group import Results, run_ranks
 from tests.support.rounds import train_round
 
 CPU = torch.device("cpu")
-STEPS = 8
+STEPS = 4
 
 
 def rank() -> int:

@@ -74,10 +74,7 @@ def train(dtype: torch.dtype, rank: int, world_size: int) -> dict[str, Any]:
             learner.load(middle)
             learner.train(1, Steps(len(LRS), LRS), micro_batches)
             ends.append(learner.state(copy=True).digest())
-    return {
-        "matrices_per_step": sum(work) / len(LRS),
-        "ends": ends,
-    }
+    return {"matrices_per_step": sum(work) / len(LRS), "ends": ends}
 
 
 def run_rank(rank: int, world_size: int, folder: Path) -> Results:

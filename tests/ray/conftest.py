@@ -43,22 +43,26 @@ def environment() -> Iterator[None]:
 def local_ray(environment: None) -> Iterator[Cluster]:
     """Start Ray with two logical CPUs, whatever the machine has; tests may add nodes.
 
-    The processes of its head are forks, as those of a local Ray; added nodes start theirs anew.
-    A node counts as gone after five checks, not in 20 s, but in 5 s.
+    Processes are forks, as those of a local Ray. A node counts as gone after five checks, not in
+    20 s, but in 5 s; a check takes at most 2 s.
     """
     head = {
         "num_cpus": 2,
         "include_dashboard": False,
         "object_store_memory": 512 * 1024**2,
-        "_system_config": {"health_check_period_ms": 1000, "prestart_worker_first_driver": False},
+        "_system_config": {
+            "health_check_period_ms": 1000,
+            "health_check_timeout_ms": 2000,
+            "prestart_worker_first_driver": False,
+        },
     }
     with ExitStack() as stack:
-        with pytest.MonkeyPatch.context() as patch, start_processes_with(fork_client.__file__):
-            inherited = launcher_environment(local=False, start_s=120)
-            inherited["PL_DISABLE_FORK"] = "1"  # set by Ray Tune: without it, no slot is a fork
-            for name, value in (inherited | stack.enter_context(fork_server())).items():
-                patch.setenv(name, value)
-            cluster = Cluster(initialize_head=True, head_node_args=head)
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        stack.enter_context(start_processes_with(fork_client.__file__))
+        inherited = launcher_environment(local=True, start_s=120)
+        for name, value in (inherited | stack.enter_context(fork_server())).items():
+            patch.setenv(name, value)
+        cluster = Cluster(initialize_head=True, head_node_args=head)
         stack.callback(cluster.shutdown)
         reset_ray_address()  # or other drivers on this machine would find it and join
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")

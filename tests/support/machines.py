@@ -7,6 +7,8 @@ from contextlib import suppress
 from typing import Any
 
 import psutil
+import ray
+from ray._private import state as ray_state
 from ray.cluster_utils import Cluster
 
 # Resources of a worker: only nodes that are added to a cluster here have places.
@@ -26,6 +28,10 @@ class Machines:
         for _ in range(count):
             node = self._cluster.add_node(num_cpus=1, resources={"place": 1})
             self._nodes.append(node)
+
+    def add_up_to(self, count: int) -> None:
+        """Start as many nodes as are missing."""
+        self.add(count - len(self._nodes))
 
     def preempt_one_with_a_worker(self, notice_s: int) -> bool:
         """Give notice that a node will end, as a cloud does; `end_one_with_a_worker` ends it.
@@ -80,7 +86,15 @@ class Machines:
 def _processes(node: Any) -> list[psutil.Process]:
     [raylet] = node.all_processes["raylet"]
     process = psutil.Process(raylet.process.pid)
-    return [process, *process.children(recursive=True)]
+    return [process, *process.children(recursive=True), *_forks(node)]
+
+
+def _forks(node: Any) -> list[psutil.Process]:
+    """Return the actors of a node, which are forks of another process than its raylet."""
+    actors = ray_state.actors().values() if ray.is_initialized() else ()  # a benchmark has none
+    here = node.node_id, "ALIVE"
+    pids = [a["Pid"] for a in actors if (a["Address"]["NodeID"], a["State"]) == here]
+    return [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
 
 
 def _title(process: psutil.Process) -> str:

@@ -42,7 +42,7 @@ def nodes_with(title: str) -> set[str]:
     }
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def machines(local_ray: Cluster) -> Iterator[Machines]:
     machines = Machines(local_ray)
     yield machines
@@ -64,31 +64,11 @@ def hang_in(*epochs: int) -> list[dict[str, Any]]:
     return [{**fault, "epoch": epoch, "index": index} for epoch in epochs for index in (0, 1)]
 
 
-def test_without_a_smaller_count_the_run_ends_and_names_the_missing_worker(
-    machines: Machines, tmp_path: Path
-) -> None:
-    machines.add(2)
-    with echo_pools(
-        tmp_path, workers=2, worker_resources=PLACE, faults=hang_in(1), no_progress_s=10
-    ) as echo:
-        echo.act_at_work(lambda: end_one(machines))
-        with pytest.raises(PoolError) as caught:
-            echo.workers.command(echo.main_train(1))
-    message = str(caught.value)
-    assert "no progress of main_train" in message
-    assert "timeouts.no_progress_s: 10" in message
-    pattern = (
-        r"worker [01] \(pid \d+, \S+ in Ray's session logs; its node \S+ is gone, see workers"
-    )
-    assert re.search(pattern, message)
-    assert placement_groups() == set()
-
-
 def test_another_node_replaces_one_without_it_fewer_continue_and_a_new_one_is_used(
     machines: Machines, tmp_path: Path
 ) -> None:
     """Actors that cannot restart are on the node of the driver, so only its failure ends a run."""
-    machines.add(3)
+    machines.add_up_to(3)
     with echo_pools(
         tmp_path, workers=2, min_workers=1, worker_resources=PLACE, faults=hang_in(1, 2)
     ) as echo:
@@ -116,4 +96,24 @@ def test_another_node_replaces_one_without_it_fewer_continue_and_a_new_one_is_us
         third = echo.workers.command(replace(echo.main_train(3), state=second[0]))
         assert echo.contents(third) == dict.fromkeys((0, 1), TRAINED + b", trained" * 2)
         assert echo.workers.restarts() == restarts
+    assert placement_groups() == set()
+
+
+def test_without_a_smaller_count_the_run_ends_and_names_the_missing_worker(
+    machines: Machines, tmp_path: Path
+) -> None:
+    machines.add_up_to(2)
+    with echo_pools(
+        tmp_path, workers=2, worker_resources=PLACE, faults=hang_in(1), no_progress_s=10
+    ) as echo:
+        echo.act_at_work(lambda: end_one(machines))
+        with pytest.raises(PoolError) as caught:
+            echo.workers.command(echo.main_train(1))
+    message = str(caught.value)
+    assert "no progress of main_train" in message
+    assert "timeouts.no_progress_s: 10" in message
+    pattern = (
+        r"worker [01] \(pid \d+, \S+ in Ray's session logs; its node \S+ is gone, see workers"
+    )
+    assert re.search(pattern, message)
     assert placement_groups() == set()

@@ -18,9 +18,7 @@ from raytrain_opt.train.learner_config import LearnerConfig
 from tests.support.small_jobs import small_job
 
 
-def test_a_worker_counts_by_its_fraction_and_counts_advance_by_the_updates(
-    tmp_path: Path,
-) -> None:
+def test_a_worker_counts_by_its_fraction_and_counts_advance_by_the_updates(tmp_path: Path) -> None:
     job = small_job(tmp_path)
     learner = Learner(LearnerConfig.from_job(job), load_shared_data(job.data), torch.device("cpu"))
     start = learner.state(copy=True)

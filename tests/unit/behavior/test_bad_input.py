@@ -96,11 +96,7 @@ NAMES = [
 # Data against themselves, the model, the batch and the schedule.
 MISMATCHES = [
     ("global_batch_size: 4096", "global_batch_size", "larger than the training set"),
-    (
-        "batch_ramp: [{epoch: 2, factor: 999}]",
-        "batch_ramp.0.factor",
-        "the training set",
-    ),
+    ("batch_ramp: [{epoch: 2, factor: 999}]", "batch_ramp.0.factor", "the training set"),
     ("global_batch_size: 5000\nworkers: {count: 5000}", "workers.count", "more than the training"),
     (STPT + "alpha: 163}", "learning_rate.alpha", "longer than an epoch, which has 161"),
     (

@@ -36,9 +36,7 @@ SHARD_BYTES = 2600
 
 @contextmanager
 def open_data(
-    section: ShardsData | ImageFolderData,
-    hold_out: float = 0.0,
-    files: ShardSource | None = None,
+    section: ShardsData | ImageFolderData, hold_out: float = 0.0, files: ShardSource | None = None
 ) -> Iterator[DataLoaderData]:
     source: Any = files or load_shared_data(section)
     data = DataLoaderData(source, section, HoldOut(hold_out), 0, torch.device("cpu"), False)

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from raytrain_opt import Job
 from raytrain_opt.config.schema import CheckpointSection
@@ -44,6 +45,7 @@ from tests.support.small_jobs import read_lines, small_job, without_times
 
 MUON = {"name": "Muon", "args": {"weight_decay": "auto"}}
 FRAGILE = "tests.support.broken_parts:Fragile"
+CNN = {"name": "small_cnn", "args": {"width": 2}}
 COLLAPSING: dict[str, Any] = {
     "epochs": 8,
     "global_batch_size": 128,
@@ -92,6 +94,7 @@ JOBS: dict[str, dict[str, Any]] = {
         "learning_rate": {"policy": "schedule", "shape": "constant", "initial": 0.0025},
     },
     "optimizers": {  # the second one is chosen
+        "model": CNN,
         "epochs": 16,
         "global_batch_size": 128,
         "optimizer": {"name": "auto", "candidates": ["Adagrad", MUON]},
@@ -99,15 +102,16 @@ JOBS: dict[str, dict[str, Any]] = {
     },
     "diverged": {  # in the second epoch, then in the fourth; trains at a rate ten times lower
         **COLLAPSING,
-        "optimizer": {"name": FRAGILE, "args": {"limit": 2.0}},
+        "optimizer": {"name": FRAGILE, "args": {"limit": 0.2}},
     },
     "ruined": {  # by the last step of an epoch, so that the training loss does not show it
         **COLLAPSING,
         "global_batch_size": 89,
-        "optimizer": {"name": FRAGILE, "args": {"limit": 2.0}},
+        "optimizer": {"name": FRAGILE, "args": {"limit": 0.5}},
     },
     "collapsed": {  # seen after the second epoch
         **COLLAPSING,
+        "model": CNN,
         "optimizer": {"name": FRAGILE, "args": {"limit": 5.0, "ruin": 0.0}},
     },
     "schedule": {"epochs": 4, "learning_rate": {"policy": "schedule", "shape": "linear"}},
@@ -503,9 +507,16 @@ class Uninterrupted:
     outcome: dict[str, Any]
 
 
+def network(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
+    """Build a network with BatchNorm of which a step takes little time."""
+    conv = nn.Conv2d(sample_shape[0], 4, 3, stride=2, padding=1, bias=False)
+    return nn.Sequential(
+        conv, nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, num_classes)
+    )
+
+
 def tiny_job(storage: Path, **changes: Any) -> Job:
-    model = {"name": "small_cnn", "args": {"width": 2}}
-    return small_job(storage, **{"model": model, "workers": {"count": 1}} | changes)
+    return small_job(storage, **{"model": network, "workers": {"count": 1}} | changes)
 
 
 @pytest.fixture(scope="module", params=JOBS)
@@ -516,6 +527,8 @@ def uninterrupted(
     job = tiny_job(folder, **JOBS[request.param])
     run = Uninterrupted(job, execute(job, folder).moves, outcome(folder))
     assert run.moves.count("checkpoint_epoch") == job.epochs
+    again = {"diverged": 2, "ruined": 1, "collapsed": 1}.get(request.param, 0)
+    assert run.moves.count("start_again") == again
     kept = [line for line in run.outcome["rounds"] if line["kept_steps"]]
     assert all(line["search_on"] == job.search_on for line in kept)
     assert bool(kept) == (job.learning_rate.policy == "stpt")

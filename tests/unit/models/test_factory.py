@@ -130,11 +130,7 @@ def test_vgg16_sizes_its_first_linear_layer_by_the_image(sample_shape: tuple[int
 @pytest.mark.parametrize(
     ("name", "args", "message"),
     [
-        (
-            "resnet8",
-            {"width": -1},
-            r"model\.args\.width: .*negative dimension",
-        ),
+        ("resnet8", {"width": -1}, r"model\.args\.width: .*negative dimension"),
         ("squeezenet1_1", {"dropuot": 0.1}, r"model\.args\.dropuot: .*dropuot"),
         (
             "resnet18",

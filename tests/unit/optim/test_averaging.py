@@ -10,11 +10,7 @@ import torch
 from torch import nn
 
 from raytrain_opt.config.updates import OptimizerSection
-from raytrain_opt.optim.averaging import (
-    attach_ema,
-    averages_weights,
-    use_weights,
-)
+from raytrain_opt.optim.averaging import attach_ema, averages_weights, use_weights
 from raytrain_opt.optim.factory import build_optimizer
 from raytrain_opt.optim.update import set_lr
 from raytrain_opt.train.state import capture, restore

@@ -89,9 +89,7 @@ def test_every_step_is_the_papers(decay: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_afterwards_it_is_torchs_momentum_sgd_bit_for_bit(
-    dtype: torch.dtype,
-) -> None:
+def test_afterwards_it_is_torchs_momentum_sgd_bit_for_bit(dtype: torch.dtype) -> None:
     params = weights(dtype)
     optimizer = RMSpropWarmup(params, 0.1, weight_decay=1e-2, **SOON)
     for t in range(6):

@@ -55,11 +55,7 @@ def decide(policy: Stpt, accuracies: list[float], action: TryCandidates | None =
     """Return the decision when the candidates reach these accuracies; NaN: diverged."""
     action = action or next_round(policy)
     results = [
-        result(
-            candidate,
-            val_metric=accuracy,
-            status="diverged" if math.isnan(accuracy) else "ok",
-        )
+        result(candidate, val_metric=accuracy, status="diverged" if math.isnan(accuracy) else "ok")
         for candidate, accuracy in zip(action.candidates, accuracies, strict=True)
     ]
     return policy.decide(action, results, EMPTY)

@@ -9,11 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from raytrain_opt.train.batch_norm import (
-    StepBuffers,
-    recalibrate,
-    set_momentum,
-)
+from raytrain_opt.train.batch_norm import StepBuffers, recalibrate, set_momentum
 
 
 class Net(nn.Module):

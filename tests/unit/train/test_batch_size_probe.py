@@ -203,11 +203,12 @@ def test_a_size_that_takes_the_reserve_does_not_fit() -> None:
     assert "memory_reserve" in probe.why
 
 
-def test_utilization_is_sampled_as_long_as_the_strategy_needs() -> None:
+def test_utilization_is_sampled_as_long_as_the_strategy_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(GpuUsageMaximizeSearch, "relative_error", 1.0)
     section = GpuUsageMaximizeSearch(
-        strategy="gpu_usage_maximize",
-        utilization_period_s=0.05,
-        memory_reserve=0.0,
+        strategy="gpu_usage_maximize", utilization_period_s=0.05, memory_reserve=0.0
     )
     probe = measure(probed(), 8, section, sampler())
     assert probe.utilization_pct > probe.utilization_mean_pct

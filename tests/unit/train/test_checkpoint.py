@@ -139,9 +139,7 @@ def test_a_full_disk_is_a_storage_error_and_earlier_checkpoints_are_kept(
 # Within an epoch.
 
 
-def test_the_checkpoint_within_an_epoch_is_removed_at_its_end(
-    tmp_path: Path,
-) -> None:
+def test_the_checkpoint_within_an_epoch_is_removed_at_its_end(tmp_path: Path) -> None:
     checkpoints, state = open_checkpoints(tmp_path, keep=2), trained()
     listings = []
     for epoch in (1, 2, 3):

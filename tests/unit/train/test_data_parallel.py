@@ -12,11 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_opt.config.updates import ParallelSection
 from raytrain_opt.errors import JobError, UserCodeError
-from raytrain_opt.train.data_parallel import (
-    DataParallel,
-    Parallel,
-    begin_communicator_warmup,
-)
+from raytrain_opt.train.data_parallel import DataParallel, Parallel, begin_communicator_warmup
 from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.phase import Phase, failed_steps
 

@@ -317,10 +317,7 @@ CONSTANT = {"policy": "schedule", "shape": "constant"}
 
 @pytest.mark.parametrize(
     "job",
-    [
-        {"average": 0.5},
-        {"optimizer": "ScheduleFreeSGD", "learning_rate": CONSTANT},
-    ],
+    [{"average": 0.5}, {"optimizer": "ScheduleFreeSGD", "learning_rate": CONSTANT}],
     ids=["ema", "schedule-free"],
 )
 def test_averaged_weights_have_the_statistics_that_belong_to_them(job: dict[str, Any]) -> None:
