@@ -13,7 +13,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -83,15 +85,14 @@ class Batch:
 class DataInfo:
     """Sizes of the splits in samples, and the shape of one sample as the model sees it.
 
-    `train_size` samples are trained on, `search_size` of them by candidates; `final_size` are
-    looked at once, after the training. `class_counts`: training samples of each class, if they are
-    known. `digest`: set by the driver. `notes`: what was left out, and how shapes were read.
+    `train_size` samples are trained on; `final_size` are looked at once, after the training.
+    `class_counts`: training samples of each class, if they are known. `digest`: set by the driver.
+    `notes`: what was left out, and how shapes were read.
     """
 
     num_classes: int
     sample_shape: tuple[int, ...]
     train_size: int
-    search_size: int
     validation_size: int
     test_size: int
     final_size: int = 0
@@ -233,18 +234,25 @@ class TrainingData(ABC):
     ) -> Iterator[Batch]:
         """Yield the micro-batch of each (step, micro-batch) in `indices`, in that order.
 
-        Loader processes take from `indices` ahead. `search`, `held_out`: see `TrainingSplit`.
-        Samples and augmentation depend only on (seed, epoch, step, index in the global batch).
+        Loader processes take from `indices` ahead. `search`, `held_out`: see `TrainingSplit`. A
+        search goes on in the order of the next epoch, and its steps count on. Samples and
+        augmentation depend only on (seed, epoch, step, index in the global batch).
+
         Raises DataError for unreadable samples, ValueError for a step or micro-batch that does
         not exist.
         """
-        order = self._split.order(
-            epoch, search=search, held_out=held_out, global_batch_size=global_batch_size
+        of_epoch = partial(
+            self._split.order, search=search, held_out=held_out, batch_size=global_batch_size
         )
+        orders = map(of_epoch, count(epoch))
+        order = next(orders)
         taken: deque[sampling.MicroBatch] = deque()
 
         def parts() -> Iterator[sampling.MicroBatch]:
+            nonlocal order
             for step, number in indices:
+                while search and len(order) < (step + 1) * global_batch_size:
+                    order = np.concatenate([order, next(orders)])
                 taken.append(
                     sampling.micro_batch(order, step, number, num_micro_batches, global_batch_size)
                 )

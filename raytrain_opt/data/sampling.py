@@ -118,12 +118,12 @@ class TrainingSplit:
         self._order = lru_cache(2)(self._draw_order)
 
     @property
-    def sizes(self) -> tuple[int, int, int]:
-        """Samples of the training, of the search and of the validation split."""
-        return len(self.training), len(self.search), len(self.validation)
+    def sizes(self) -> tuple[int, int]:
+        """Samples of the training and of the validation split."""
+        return len(self.training), len(self.validation)
 
     def order(
-        self, epoch: int, *, search: bool, held_out: int = 0, global_batch_size: int = 1
+        self, epoch: int, *, search: bool, held_out: int = 0, batch_size: int = 1
     ) -> Indices:
         """Return the order of an epoch, for candidates or for the training; not to be written to.
 
@@ -138,7 +138,7 @@ class TrainingSplit:
         if self._lengths is None:
             return order
         random = generator(self._seed, Purpose.ORDER, epoch, 1)
-        return group_by_length(order, self._lengths, self._window, global_batch_size, random)
+        return group_by_length(order, self._lengths, self._window, batch_size, random)
 
     def _draw_order(self, epoch: int, search: bool) -> Indices:
         samples = self.search if search else self.training

@@ -136,12 +136,11 @@ def count_updates(learner: LearnerConfig, info: DataInfo) -> EpochSteps:
     drop_last = learner.data.drop_last
     for factor in () if drop_last else (1, *(step.factor for step in ramp)):
         parts = learner.micro_batches * factor
-        for size in (info.train_size, info.search_size):
-            remainder = size % (batch * factor)
-            if 0 < remainder < 2 * parts:  # BatchNorm and DDP need two
-                rule = (
-                    f"the last update of an epoch would split {remainder} samples into {parts} "
-                    "micro-batches, and each needs two; write true, or change global_batch_size"
-                )
-                raise JobError([Problem("data.drop_last", rule, "false")])
-    return epoch_steps(info.train_size, batch, ramp, info.search_size, drop_last=drop_last)
+        remainder = info.train_size % (batch * factor)
+        if 0 < remainder < 2 * parts:  # BatchNorm and DDP need two
+            rule = (
+                f"the last update of an epoch would split {remainder} samples into {parts} "
+                "micro-batches, and each needs two; write true, or change global_batch_size"
+            )
+            raise JobError([Problem("data.drop_last", rule, "false")])
+    return epoch_steps(info.train_size, batch, ramp, drop_last=drop_last)

@@ -47,12 +47,6 @@ class EpochSteps:
 
     first: int
     later: tuple[tuple[int, int], ...] = ()
-    held_out: int = 0  # fewer for candidates, which do not train on the validation split
-
-    @property
-    def search(self) -> int:
-        """Updates in the first epoch of a candidate."""
-        return self.first - self.held_out
 
     def __call__(self, epoch: int) -> int:
         """Return the number of updates in `epoch` (from 1)."""
@@ -107,14 +101,12 @@ def epoch_steps(
     train_size: int,
     global_batch_size: int,
     ramp: Sequence[RampStep] = (),
-    search_size: int | None = None,
     *,
     drop_last: bool = True,
 ) -> EpochSteps:
     """Count the updates in each epoch of `train_size` samples. Raises JobError for fewer than one.
 
-    `drop_last`: without the samples that do not fill a global batch. `search_size`: samples that
-    candidates train on, by default as many.
+    `drop_last`: without the samples that do not fill a global batch.
     """
     factors = {"global_batch_size": 1}
     factors |= {f"batch_ramp.{i}.factor": step.factor for i, step in enumerate(ramp)}
@@ -129,6 +121,4 @@ def epoch_steps(
     later = tuple(
         (step.epoch, count(train_size, global_batch_size * step.factor)) for step in ramp
     )
-    first = count(train_size, global_batch_size)
-    search = first if search_size is None else count(search_size, global_batch_size)
-    return EpochSteps(first, later, held_out=first - search)
+    return EpochSteps(count(train_size, global_batch_size), later)

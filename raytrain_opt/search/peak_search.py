@@ -40,8 +40,8 @@ _GAIN_POWER = 4
 # any usual rate as the square of the doubt.
 _USUAL_STEPS = 8
 
-# Steps of a fine candidate where the budget allows, or as a part of an epoch; with fewer, single
-# rates are unreliable.
+# Steps of a fine candidate where the budget allows, and as a part of a long epoch; with fewer,
+# single rates are unreliable.
 _FINE_STEPS, _HORIZON = 96, 0.5
 # Steps of a coarse candidate, as a fraction of a fine one's. With fewer than the minimum there is
 # no search, because a schedule of so few steps shows nothing.
@@ -95,13 +95,13 @@ class CandidateSteps(NamedTuple):
 def divide_budget(budget_steps: float, epoch_steps: int, optimizers: int) -> CandidateSteps | None:
     """Divide the steps that all candidates may have together; None if they tell nothing apart.
 
-    `epoch_steps`: steps of the first epoch. Of several `optimizers`, all have a coarse stage, and
+    `epoch_steps`: steps of an epoch. Of several `optimizers`, all have a coarse stage, and
     two a fine one. The initial rate must not change the length of the fine candidates, so what
     extensions would cost is set aside, used or not.
     """
     coarse_count = _COARSE_CANDIDATES + (optimizers - 1) * len(_FIRST_OFFSETS)
     fine_count = _FINE_CANDIDATES + (len(_FIRST_OFFSETS) if optimizers > 1 else 0)
-    longest = min(max(_FINE_STEPS, _HORIZON * epoch_steps), epoch_steps)
+    longest = max(_FINE_STEPS, _HORIZON * epoch_steps)
     affordable = budget_steps / (_COARSE_FRACTION * coarse_count + fine_count)
     coarse = max(_MIN_STEPS, int(_COARSE_FRACTION * min(longest, affordable)))
     fine = int(min(longest, (budget_steps - coarse_count * coarse) / fine_count))

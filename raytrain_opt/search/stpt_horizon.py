@@ -134,10 +134,10 @@ class HorizonStpt(Policy):
     def _race(self, budget: float, history: History) -> OptimizerRace | None:
         """Return a search: of the first optimizer only if it is short; None if it is too short."""
         optimizers = self.optimizers
-        steps = divide_budget(budget, self.steps.search, len(optimizers))
+        steps = divide_budget(budget, self.steps.first, len(optimizers))
         if steps is None:
             optimizers = optimizers[:1]
-            steps = divide_budget(budget, self.steps.search, 1)
+            steps = divide_budget(budget, self.steps.first, 1)
         if steps is None:
             return None
         left, factor = Budget(budget), 1.0 if self.facts.channel_norm else _WITHOUT_CHANNEL_NORM

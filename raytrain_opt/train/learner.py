@@ -306,8 +306,7 @@ class Learner:
 
     def _recalibrate(self, count: int) -> None:
         epoch, parallel = self._phase.epoch, self.parallel
-        size = self.info.search_size if self._phase.search else self.info.train_size
-        steps = range(min(count, size // self._global_batch_size(epoch)))
+        steps = range(min(count, self.info.train_size // self._global_batch_size(epoch)))
         batches = self.micro_batches_at(product(steps, parallel.indices))
 
         def forward(step: int) -> None:

@@ -66,7 +66,7 @@ class CountedStates(InProcessStates):
 def search(trainer: Slot | Worker, states: CountedStates, job: Job) -> dict[str, Any]:
     """Let the policy search; rank 0 tells the others what it decides, as the driver does."""
     info = trainer.learner.info
-    steps = epoch_steps(info.train_size, BATCH, job.batch_ramp, info.search_size)
+    steps = epoch_steps(info.train_size, BATCH, job.batch_ramp)
     policy, history = build_policy(job, length_of(job), steps), History()
     start = states.put("initial", trainer.learner.state(copy=True))
     tried: list[Any] = []

@@ -50,7 +50,7 @@ def test_a_balanced_search_leaves_out_the_validation_split() -> None:
     labels = np.repeat([0, 1], [90, 10])
     split = sampling.TrainingSplit(100, HoldOut(0.2), 0, balanced_labels=labels)
     assert not set(split.order(1, search=True)) & set(split.validation)
-    assert split.sizes == (80, 80, 20)
+    assert split.sizes == (80, 20)
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 4])

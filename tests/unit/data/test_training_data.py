@@ -133,12 +133,16 @@ def test_an_epoch_has_every_training_sample_once_in_an_order_of_its_own(
 def test_a_split_held_out_in_the_search_only_joins_the_training(open_numbers: Open) -> None:
     data, searched = open_numbers(only_in_search=True), open_numbers()
     info = data.info
-    assert (info.train_size, info.search_size, info.validation_size) == (SIZE, 180, 20)
+    assert (info.train_size, info.validation_size) == (SIZE, 20)
     validation = set(samples(data.eval_batches("validation", 0, 1, 5)))
     steps = [*product(range(15), range(1))]
     in_search = samples(data.train_batches(2, steps, 1, 12, search=True))
     assert in_search == samples(searched.train_batches(2, steps, 1, 12))
     assert not set(in_search) & validation
+    steps = [*product(range(13, 20), range(1))]  # a candidate goes on with the next epoch
+    in_next = samples(searched.train_batches(3, product(range(5), range(1)), 1, 12))
+    expected = in_search[13 * 12 :] + in_next
+    assert samples(data.train_batches(2, steps, 1, 12, search=True)) == expected
     whole = samples(data.train_batches(2, [(0, 0)], 1, SIZE))
     assert sorted(whole) == [*range(SIZE)]
     held_out = samples(data.train_batches(2, [(0, 0)], 1, SIZE, held_out=20))

@@ -221,6 +221,14 @@ def test_with_few_steps_only_the_first_is_searched(order: int, usual_lr: float) 
     assert 2 < peak(history) / usual_lr < 8
 
 
+@pytest.mark.parametrize("epoch_steps", [1, 11])
+def test_candidates_are_longer_than_short_epochs(epoch_steps: int) -> None:
+    length, steps = Length(300 // epoch_steps), EpochSteps(epoch_steps)
+    short = replace(policy(AUTO, max_search_cost=1.0), length=length, steps=steps)
+    rounds, _, _ = search(short, USUAL)
+    assert {r.pretrain_steps for r in rounds if r.stage == "fine"} == {28}
+
+
 @pytest.mark.parametrize("optimizers", [AUTO, AUTO[::-1]])
 def test_without_steps_to_search_the_first_optimizer_trains_at_its_usual_rate(
     optimizers: tuple[OptimizerSection, ...],

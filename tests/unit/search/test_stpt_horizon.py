@@ -209,8 +209,8 @@ def test_the_second_round_tries_longer_schedules_to_both_sides_of_the_best() -> 
     assert fine.lr_shape == horizon().schedule(0).compressed(76)
 
 
-@pytest.mark.parametrize(("steps", "expected"), [(60, 60), (120, 96), (240, 120), (40, 40)])
-def test_candidates_have_at_least_96_steps_where_the_epoch_has_them(
+@pytest.mark.parametrize(("steps", "expected"), [(60, 96), (120, 96), (240, 120), (40, 92)])
+def test_candidates_have_at_least_96_steps_where_the_budget_has_them(
     steps: int, expected: int
 ) -> None:
     """Half an epoch of 120 steps is 60: with so few, single rates are unreliable."""
@@ -428,8 +428,6 @@ def test_the_budget_is_kept(
     policy = horizon(epochs, steps, **section)
     training = trained(policy, Surface(noise=noise))
     assert cost(training, policy) <= section.get("max_search_cost", 0.2)
-    for action in training.rounds:
-        assert action.pretrain_steps <= policy.steps(action.epoch)
 
 
 @pytest.mark.parametrize(
@@ -453,7 +451,7 @@ def test_a_small_training_may_spend_more_on_its_search(
     assert fixed.budgets(EMPTY) == [pytest.approx(0.1 * epochs * steps)]
 
 
-@pytest.mark.parametrize(("epochs", "steps"), [(2, 20), (10, 16), (100, 4)])
+@pytest.mark.parametrize(("epochs", "steps"), [(2, 20), (10, 16), (40, 4)])
 def test_a_training_that_is_too_short_for_any_search_uses_the_initial_rate(
     epochs: int, steps: int
 ) -> None:
