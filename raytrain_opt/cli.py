@@ -100,6 +100,22 @@ def init(folder: str, output: str, label_column: str | None) -> None:
 
 
 @main.command()
+@click.argument("folder", type=click.Path(exists=True, file_okay=False))
+@click.argument("output")
+def shard(folder: str, output: str) -> None:
+    """Pack an image folder into tar files.
+
+    FOLDER/<split>/<class>/* go to files of about 256 MiB below OUTPUT, a folder or a URI.
+
+    Example: raytrain-opt shard /data/imagenet s3://bucket/imagenet
+    """
+    from raytrain_opt.commands.shard import write_shards
+
+    for pattern in write_shards(Path(folder), output, 2**28, _echo):
+        _echo(pattern)
+
+
+@main.command()
 @_job_file
 @_overrides
 def validate(job_file: str, overrides: tuple[str, ...]) -> None:
@@ -110,6 +126,22 @@ def validate(job_file: str, overrides: tuple[str, ...]) -> None:
     from raytrain_opt.commands.validate import validate as validate_job
 
     _echo(validate_job(_load_job(job_file, overrides), job_file))
+
+
+@main.command()
+@_optional_job_file
+@_overrides
+@_address
+def doctor(job_file: str | None, overrides: tuple[str, ...], address: str | None) -> int:
+    """Check a cluster, or a job on it, before paying for a run.
+
+    Example: raytrain-opt doctor jobs/quickstart.yaml --address auto
+    """
+    job = _load_job(job_file, overrides) if job_file is not None else None
+
+    from raytrain_opt.commands.doctor import diagnose
+
+    return diagnose(job, address)
 
 
 @main.command()
@@ -207,9 +239,9 @@ def report(run_dir: str) -> None:
 @_json
 @_trust
 def evaluate(run_dirs: tuple[str, ...], ensemble: bool, as_json: bool, trust: bool) -> None:
-    """Compute the top-1 and top-5 error of finished runs, or the metrics of their task.
+    """Compute the metrics of finished runs.
 
-    RUN_DIR/checkpoints/NAME is a single checkpoint.
+    Top-1 and top-5 error, or those of the task. RUN_DIR/checkpoints/NAME is a single checkpoint.
 
     Example: raytrain-opt evaluate runs/quickstart-* --ensemble
     """
@@ -227,7 +259,7 @@ def evaluate(run_dirs: tuple[str, ...], ensemble: bool, as_json: bool, trust: bo
 @_json
 @_trust
 def predict(run_dir: str, images: tuple[str, ...], as_json: bool, trust: bool) -> int:
-    """Print the three most probable classes of images, or of the test set.
+    """Print the three most probable classes of images.
 
     RUN is a run directory, a URI, or RUN_DIR/checkpoints/NAME; images are files or folders.
     Without them, all samples of the test set are predicted; a task prints its values. Ends with 1
@@ -278,38 +310,6 @@ def export(run_dir: str, name: str, output: str | None, trust: bool) -> None:
     if difference is not None:
         text = "a picture of the test set, prepared as its metadata say, has the probabilities of"
         _echo(f"{text} predict (largest difference {difference:.1g})")
-
-
-@main.command()
-@click.argument("folder", type=click.Path(exists=True, file_okay=False))
-@click.argument("output")
-def shard(folder: str, output: str) -> None:
-    """Pack an image folder into tar files.
-
-    FOLDER/<split>/<class>/* go to files of about 256 MiB below OUTPUT, a folder or a URI.
-
-    Example: raytrain-opt shard /data/imagenet s3://bucket/imagenet
-    """
-    from raytrain_opt.commands.shard import write_shards
-
-    for pattern in write_shards(Path(folder), output, 2**28, _echo):
-        _echo(pattern)
-
-
-@main.command()
-@_optional_job_file
-@_overrides
-@_address
-def doctor(job_file: str | None, overrides: tuple[str, ...], address: str | None) -> int:
-    """Check a cluster, or a job on it, before paying for a run.
-
-    Example: raytrain-opt doctor jobs/quickstart.yaml --address auto
-    """
-    job = _load_job(job_file, overrides) if job_file is not None else None
-
-    from raytrain_opt.commands.doctor import diagnose
-
-    return diagnose(job, address)
 
 
 @main.command()

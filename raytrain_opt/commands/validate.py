@@ -47,10 +47,11 @@ def validate(job: Job, job_file: str) -> str:
 
 def _costs(job: Job, facts: Facts) -> dict[str, str]:
     """Return the updates of training and search."""
-    if job.epochs is None or job.batch_size_search is not None:
+    epochs = length_of(job).known_epochs
+    if not epochs or job.batch_size_search is not None:
         return {}
     resolved = resolve(job, facts, Placement.from_job(job), job.global_batch_size)
-    updates = sum(resolved.steps(epoch) for epoch in range(1, job.epochs + 1))
+    updates = sum(resolved.steps(epoch) for epoch in range(1, epochs + 1))
     lines = {"updates": f"{updates:,} ({resolved.steps.first:,} in epoch 1)"}
     if search := resolved.policy.search_updates:
         lines["search"] = f"at most {search:,.0f} updates, {percent(search / updates, 0)} as many"

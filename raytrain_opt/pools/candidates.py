@@ -104,7 +104,7 @@ class CandidateTrainer(LearnerHandler):
         self._micro_batches = micro_batches
         self._alone = world_size is None
         self._rank, self.world_size = (0, 1) if world_size is None else (index, world_size)
-        self._round: tuple[str, TryCandidates] | None = None  # start and plan of the latest
+        self._round: tuple[str, TryCandidates] | None = None  # start and action of the latest
         self._results: list[CandidateResult] = []  # of this resident, in that round
         self._kept_states: dict[int, TrainingState] = {}
         self._live_candidate: int | None = None  # whose state the learner has
@@ -129,9 +129,9 @@ class CandidateTrainer(LearnerHandler):
         candidate = command.wave.get(self.index if self._alone else 0)
         if candidate is None:  # the driver gave this slot up, or the wave is smaller
             return None
-        plan, left = command.plan, command.left(candidate)
-        total = plan.pretrain_steps
-        here = (command.state.id, plan, candidate, left)
+        action, left = command.action, command.left(candidate)
+        total = action.pretrain_steps
+        here = (command.state.id, action, candidate, left)
         if self._phase != here:
             self._begin_candidate(command, candidate, total - left)
         end = min(command.end, left)
@@ -145,30 +145,31 @@ class CandidateTrainer(LearnerHandler):
 
     def _begin_candidate(self, command: Pretrain, candidate: Candidate, done: int) -> None:
         """Begin the candidate's steps after those that are `done`."""
-        plan, part = command.plan, command.parts.get(candidate.index)
-        if self._round != (command.state.id, plan):
+        action, part = command.action, command.parts.get(candidate.index)
+        if self._round != (command.state.id, action):
             self._forget_candidates()
-            self._round = command.state.id, plan
-        self._keep_best(plan)
+            self._round = command.state.id, action
+        self._keep_best(action)
         self._live_candidate, self._live_id = None, ""
         self.learner.load(self.states.get(command.state if part is None else part.state))
-        steps = self._steps(plan, candidate).after(done)
-        self.learner.begin(plan.epoch, steps, self._micro_batches, search=True)
+        steps = self._steps(action, candidate).after(done)
+        self.learner.begin(action.epoch, steps, self._micro_batches, search=True)
 
     def _send_part(self, command: Pretrain, candidate: Candidate) -> CandidatePart | None:
         totals = self._totals(command, candidate, self.learner.take_totals())
-        plan, done = command.plan, totals.steps
-        self._leaves = (command.state.id, plan, candidate, plan.pretrain_steps - done)
+        action, done = command.action, totals.steps
+        self._leaves = (command.state.id, action, candidate, action.pretrain_steps - done)
         if self._rank:
             return None
-        return CandidatePart(totals, self._send_state(f"{_candidate_id(plan, candidate)}.{done}"))
+        name = f"{_candidate_id(action, candidate)}.{done}"
+        return CandidatePart(totals, self._send_state(name))
 
     def _finish_candidate(
         self, command: Pretrain, candidate: Candidate, on_step: OnStep
     ) -> CandidateResult | None:
-        plan, learner = command.plan, self.learner
+        action, learner = command.action, self.learner
         trained = self._totals(command, candidate, learner.end())
-        learner.finish_phase(fresh=plan.fresh_statistics)
+        learner.finish_phase(fresh=action.fresh_statistics)
         result = self._score(candidate, trained)
         self._live_candidate = candidate.index
         self._results.append(result)
@@ -176,8 +177,8 @@ class CandidateTrainer(LearnerHandler):
         self._have_trained |= not result.failure
         if not self._have_trained:
             learner.load(self.states.get(command.state))
-            total = plan.pretrain_steps
-            self._try_control(plan, lambda done, more: on_step(total + done, total + more))
+            total = action.pretrain_steps
+            self._try_control(action, lambda done, more: on_step(total + done, total + more))
         # The results of a group are the same on all ranks.
         return None if self._rank else result
 
@@ -185,21 +186,21 @@ class CandidateTrainer(LearnerHandler):
         part = command.parts.get(candidate.index)
         return later if part is None else part.totals.plus(later)
 
-    def _try_control(self, plan: TryCandidates, on_step: OnStep) -> None:
+    def _try_control(self, action: TryCandidates, on_step: OnStep) -> None:
         """Raise what every candidate raised, if one that hardly changes the weights does, too."""
-        smallest = min(plan.candidates, key=lambda candidate: candidate.lr)
+        smallest = min(action.candidates, key=lambda candidate: candidate.lr)
         control = replace(smallest, lr=smallest.lr * _CONTROL_FACTOR)
-        self._score(control, self._train(plan, control, on_step))
+        self._score(control, self._train(action, control, on_step))
         self._live_candidate = None
         if self.learner.failure is not None:
             raise self.learner.failure
         self._have_trained = True
 
-    def _keep_best(self, plan: TryCandidates) -> None:
+    def _keep_best(self, action: TryCandidates) -> None:
         """Keep the last state if it is the best so far, and no other."""
-        if not plan.keeps_winner or not self._results:
+        if not action.keeps_winner or not self._results:
             return
-        if (best := plan.best(self._results).candidate.index) == self._live_candidate:
+        if (best := action.best(self._results).candidate.index) == self._live_candidate:
             self._kept_states = {best: self.learner.state(copy=True)}
 
     def _score(self, candidate: Candidate, trained: TrainTotals) -> CandidateResult:
@@ -207,17 +208,17 @@ class CandidateTrainer(LearnerHandler):
         scored = self.learner.add_ranks(part)
         return CandidateResult.of(candidate, trained, scored, self.index if self._alone else -1)
 
-    def _train(self, plan: TryCandidates, candidate: Candidate, on_step: OnStep) -> TrainTotals:
+    def _train(self, action: TryCandidates, candidate: Candidate, on_step: OnStep) -> TrainTotals:
         """Train a whole candidate from the learner's state."""
-        steps, total = self._steps(plan, candidate), plan.pretrain_steps
+        epoch, steps, total = action.epoch, self._steps(action, candidate), action.pretrain_steps
         trained = self.learner.train(
-            plan.epoch, steps, self._micro_batches, lambda done: on_step(done, total), search=True
+            epoch, steps, self._micro_batches, lambda done: on_step(done, total), search=True
         )
-        self.learner.finish_phase(fresh=plan.fresh_statistics)
+        self.learner.finish_phase(fresh=action.fresh_statistics)
         return trained
 
-    def _steps(self, plan: TryCandidates, candidate: Candidate) -> Steps:
-        return candidate.steps(plan)
+    def _steps(self, action: TryCandidates, candidate: Candidate) -> Steps:
+        return candidate.steps(action)
 
     def _send_candidate_state(
         self, command: SendCandidateState, on_step: OnStep
@@ -226,13 +227,13 @@ class CandidateTrainer(LearnerHandler):
         if self._alone and self.index != command.slot:
             return None
         self._make_live(command, on_step)
-        self._live_id = _candidate_id(command.round.plan, command.candidate)
+        self._live_id = _candidate_id(command.round.action, command.candidate)
         return self._send_state(self._live_id) if self._rank == 0 else None
 
     def _make_live(self, command: SendCandidateState, on_step: OnStep) -> None:
         """Load the candidate's state, or train it again in a process that never had it."""
         candidate, round_ = command.candidate, command.round
-        if self._round != (round_.state.id, round_.plan):
+        if self._round != (round_.state.id, round_.action):
             self._forget_candidates()
         if candidate.index == self._live_candidate:
             return
@@ -240,9 +241,9 @@ class CandidateTrainer(LearnerHandler):
             self.learner.load(self._kept_states[candidate.index])
         else:
             self.learner.load(self.states.get(round_.state))
-            self._train(round_.plan, candidate, on_step)
+            self._train(round_.action, candidate, on_step)
         self._live_candidate = candidate.index
 
 
-def _candidate_id(plan: TryCandidates, candidate: Candidate) -> str:
-    return f"{plan.epoch}.candidate{candidate.index}"
+def _candidate_id(action: TryCandidates, candidate: Candidate) -> str:
+    return f"{action.epoch}.candidate{candidate.index}"

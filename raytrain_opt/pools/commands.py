@@ -63,7 +63,7 @@ class Pretrain(Command):
     """
 
     state: StateRef
-    plan: TryCandidates
+    action: TryCandidates
     wave: dict[int, Candidate]
     parts: dict[int, CandidatePart] = field(default_factory=dict)  # by the candidate's index
     until: int | None = None
@@ -73,7 +73,7 @@ class Pretrain(Command):
     def left(self, candidate: Candidate) -> int:
         """Return the number of steps that the candidate has still to train."""
         part = self.parts.get(candidate.index)
-        return self.plan.pretrain_steps - (0 if part is None else part.totals.steps)
+        return self.action.pretrain_steps - (0 if part is None else part.totals.steps)
 
     @property
     def end(self) -> int:

@@ -111,9 +111,9 @@ def _fail(number: int, action: str) -> None:
 def _epoch(command: Command) -> int | None:
     match command:
         case Pretrain():
-            return command.plan.epoch
+            return command.action.epoch
         case SendCandidateState():
-            return command.round.plan.epoch
+            return command.round.action.epoch
         case MainTrain():
             return command.epoch
     return None

@@ -252,6 +252,7 @@ def test_the_summary_names_policy_and_search(
 def test_every_command_has_an_example_in_its_help(command: str) -> None:
     help_text = " ".join(invoke(command, "--help").stdout.split())
     assert f"Example: raytrain-opt {command} " in help_text
+    assert "..." not in invoke("--help").stdout.partition("Commands:")[2]  # cut
 
 
 def test_report_writes_a_page_and_says_where(tmp_path: Path) -> None:

@@ -654,7 +654,7 @@ def test_a_round_goes_on_without_the_candidates_of_a_slot_that_died(
     execute_command = InProcessPool.command
 
     def command(pool: InProcessPool, command: Command, expected: Any = None) -> dict[int, Any]:
-        if isinstance(command, Pretrain) and command.plan.epoch == 2 and command.wave[0].index:
+        if isinstance(command, Pretrain) and command.action.epoch == 2 and command.wave[0].index:
             return {0: None}
         return execute_command(pool, command, expected)
 

@@ -110,11 +110,11 @@ def a_round(states: InProcessStates, *lrs: float, keeps_winner: bool = True) -> 
 def test_only_the_best_state_so_far_is_kept(kind: str, keeps_winner: bool) -> None:
     resident, learner, states = make(kind)
     command = a_round(states, 0.2, 0.5, 0.1, 0.3, 0.4, keeps_winner=keeps_winner)
-    train_round(resident, command.state, command.plan)
+    train_round(resident, command.state, command.action)
     # The state of the last candidate is in the learner.
     assert [state.lr for state in learner.states] == ([0.1] if keeps_winner else [])
     for lr in (0.1, 0.2, 0.4, 0.3):
-        candidate = next(c for c in command.plan.candidates if c.lr == lr)
+        candidate = next(c for c in command.action.candidates if c.lr == lr)
         trained = learner.trained
         ref = resident.handle(SendCandidateState(command, candidate, 0), ignore)
         assert (states.get(ref).lr, ref.id) == (lr, f"1.candidate{candidate.index}")
@@ -127,8 +127,8 @@ def test_no_command_leaves_cached_memory_on_the_device(kind: str) -> None:
     command = a_round(states, 0.2, 0.1)
     commands: list[Any] = [
         command,
-        SendCandidateState(command, command.plan.candidates[0], 0),
-        SendCandidateState(command, command.plan.candidates[0], 1),  # to another slot
+        SendCandidateState(command, command.action.candidates[0], 0),
+        SendCandidateState(command, command.action.candidates[0], 1),  # to another slot
     ]
     if kind == "worker":
         commands += [MainTrain(command.state, 1, Steps(2, (0.1,))), Evaluate(command.state)]
@@ -144,7 +144,7 @@ def test_no_command_leaves_cached_memory_on_the_device(kind: str) -> None:
 def test_the_main_training_keeps_no_state_of_a_candidate() -> None:
     worker, learner, states = make("worker")
     command = a_round(states, 0.1, 0.2)
-    train_round(worker, command.state, command.plan)
+    train_round(worker, command.state, command.action)
     assert len(learner.states) == 1
     worker.handle(MainTrain(states.put("other", FakeState(1.0)), 1, Steps(2, (0.1,))), ignore)  # type: ignore[arg-type]
     assert len(learner.states) == 0
@@ -184,8 +184,8 @@ def test_segments_are_one_phase_until_another_command_comes() -> None:
 def test_a_slot_that_was_given_up_trains_nothing() -> None:
     slot, learner, states = make("slot")
     command = a_round(states, 0.2, 0.1)
-    wave = dict(enumerate(command.plan.candidates, start=1))
-    assert slot.handle(Pretrain(command.state, command.plan, wave), ignore) is None
+    wave = dict(enumerate(command.action.candidates, start=1))
+    assert slot.handle(Pretrain(command.state, command.action, wave), ignore) is None
     assert learner.trained == 0
 
 
