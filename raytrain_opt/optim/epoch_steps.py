@@ -115,10 +115,8 @@ def epoch_steps(
             rule = f"larger than the training set, which has {train_size} samples to train on"
             raise JobError([Problem(path, rule, f"a global batch of {size}")])
 
-    def count(samples: int, size: int) -> int:
-        return samples // size if drop_last else -(-samples // size)
+    def count(size: int) -> int:
+        return train_size // size if drop_last else -(-train_size // size)
 
-    later = tuple(
-        (step.epoch, count(train_size, global_batch_size * step.factor)) for step in ramp
-    )
-    return EpochSteps(count(train_size, global_batch_size), later)
+    later = tuple((step.epoch, count(global_batch_size * step.factor)) for step in ramp)
+    return EpochSteps(count(global_batch_size), later)

@@ -46,7 +46,7 @@ from raytrain_opt.search.policy import (
     TrainEpoch,
     TryCandidates,
 )
-from raytrain_opt.search.weight_decay import Watch, decay_by_fit
+from raytrain_opt.search.weight_decay import MANY_EPOCHS, Watch, decay_by_fit
 
 # The peak of networks that do not normalize channels, relative to what short schedules prefer: a
 # full training stays near its peak for many more updates. At 1 instead, seven tasks of MLPs, VGGs
@@ -147,7 +147,9 @@ class HorizonStpt(Policy):
             usual = None if known is None else known * length_factor
             searches.append(PeakSearch(i, self._start(i), steps, left, usual, undecided, factor))
         names = tuple(str(optimizer.name) for optimizer in optimizers)
-        return OptimizerRace(names, tuple(searches), self.facts.guessing_loss)
+        repeats = not self.facts.channel_norm and self.length.known_epochs >= MANY_EPOCHS
+        calm = (i for i, o in enumerate(optimizers) if not (repeats and o.traits.second_rule))
+        return OptimizerRace(names, tuple(searches), self.facts.guessing_loss, next(calm, 0))
 
     def _following(self, history: History) -> PeakRequest | PeakChoice | None:
         """Return what follows these rounds; None without a search. Raises DivergedError."""

@@ -6,11 +6,11 @@
          epochs; the first half of the training leaves the validation split out
     m    2; 1 for a network that does not normalize channels
 
-    decay of the next epoch = f min(10 / S, 10 / S E / 16, 0.2)
+    decay of the next epoch = f min(1, E / 16) min(10 / S, 0.6 or 0.2)
 
 From half of the epochs on, f is at least m (1 - 3 g), m at most; for a task of the user's own it
-is this then: a regression with a low loss need not know its samples by heart. A decay of d keeps
-the singular values of a matrix that Muon trains, and each weight that AdamW trains, below about
+is this then, and the limit 0.2: a regression with a low loss need not know its samples by heart.
+A decay of d keeps the singular values of a matrix of Muon, and each weight of AdamW, below about
 1 / d: hence the limit. All other reasons: docs/optimizers.md; trials: benchmarks/RESULTS.md.
 Source: a training has S d times in which weights forget (Wang and Aitchison, arXiv 2405.13698).
 """
@@ -22,11 +22,12 @@ from dataclasses import dataclass
 from raytrain_opt.search.peak_search import TOLERANCE
 from raytrain_opt.search.policy import History
 
-# Times 1 / (rate x decay) in a training of a network that fits its samples perfectly, of this many
-# epochs or more; in fewer, samples are repeated less.
-_TIMES, _EPOCHS = 10.0, 16
-# Without it, a regression in 120 steps ends with an R2 of 0.850 in place of 0.996.
-_MAX_DECAY = 0.2
+# In so many epochs, a network may learn its samples by heart.
+MANY_EPOCHS = 16
+# Times 1 / (rate x decay) in a training of a network that fits its samples perfectly.
+_TIMES = 10.0
+# Of a classifier or not. Without it, a regression in 120 steps has an R2 of 0.850, not 0.996.
+_MAX_DECAY = {True: 0.6, False: 0.2}
 # The fit of a network that memorizes (held-out samples do not improve), and of one that does not
 # normalize channels.
 _MEMORIZING_FIT, _WITHOUT_CHANNEL_NORM = 2.0, 1.0
@@ -45,7 +46,7 @@ class Watch:
     @classmethod
     def of(cls, epochs: int, *, channel_norm: bool) -> Watch:
         """Return the epochs of a training; a short one is not watched."""
-        return cls(epochs // 4, epochs // 2, channel_norm) if epochs >= _EPOCHS else cls(0, 0)
+        return cls(epochs // 4, epochs // 2, channel_norm) if epochs >= MANY_EPOCHS else cls(0, 0)
 
     def falls(self, history: History) -> tuple[float, float]:
         """Return the falls of the training and the validation loss; 0 if they are not known."""
@@ -93,5 +94,5 @@ def decay_by_fit(
     only_watched = not classifies and any(watch.falls(history))
     fit = 0.0 if only_watched else min(1 - losses[-1] / untrained, 1.0)
     fit = max(fit, watch.fit(history, untrained))
-    times = _TIMES * min(1.0, epochs / _EPOCHS)
-    return fit * min(times / sum_of_lrs, _MAX_DECAY)
+    repeats = min(1.0, epochs / MANY_EPOCHS)
+    return fit * repeats * min(_TIMES / sum_of_lrs, _MAX_DECAY[classifies])

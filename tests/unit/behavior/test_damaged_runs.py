@@ -236,12 +236,6 @@ def test_no_reader_uses_weights_that_differ_from_their_digest(finished: Path, re
         shutil.rmtree(copy)
 
 
-def test_a_checkpoint_may_be_moved(finished: Path) -> None:
-    moved = shutil.copytree(finished / "checkpoints/epoch-0002", finished.parent / "moved")
-    (finished.parent / "index.json").write_text("{}")  # of something else
-    load_model(moved)
-
-
 # Folders that are links.
 
 

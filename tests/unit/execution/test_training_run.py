@@ -510,9 +510,8 @@ class Uninterrupted:
 def network(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
     """Build a network with BatchNorm of which a step takes little time."""
     conv = nn.Conv2d(sample_shape[0], 4, 3, stride=2, padding=1, bias=False)
-    return nn.Sequential(
-        conv, nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, num_classes)
-    )
+    rest = [nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, num_classes)]
+    return nn.Sequential(conv, *rest)
 
 
 def tiny_job(storage: Path, **changes: Any) -> Job:

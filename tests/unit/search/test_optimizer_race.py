@@ -281,6 +281,17 @@ def test_the_first_of_the_list_trains_at_its_usual_rate_where_none_learned(
 
 
 @pytest.mark.parametrize(
+    ("channel_norm", "epochs", "chosen"), [(True, 16, MUON), (False, 15, MUON), (False, 16, SGD)]
+)
+def test_samples_that_are_often_repeated_are_not_left_to_muon_where_nothing_is_decided(
+    epochs: int, chosen: int, *, channel_norm: bool
+) -> None:
+    facts, noisy = TaskFacts(channel_norm), {i: replace(o, error=1.5) for i, o in USUAL.items()}
+    _, action, _ = search(replace(policy(), length=Length(epochs), facts=facts), noisy)
+    assert action.steps.optimizer == chosen
+
+
+@pytest.mark.parametrize(
     ("early", "section", "step_flops", "epoch_steps", "fine"),
     [
         (6.0, {}, 1e6, STEPS, [29, 96]),
