@@ -69,7 +69,7 @@ class Nodes:
         cluster = Cluster(initialize_head=True, head_node_args=head)
         machines = Machines(cluster)
         try:
-            machines.add(3)
+            machines.add_up_to(3)
             yield cls(cluster, machines)
         finally:
             machines.remove_all()

@@ -8,6 +8,7 @@ have fewer samples; the sizes of its micro-batches differ by one at most.
 from __future__ import annotations
 
 import os
+import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -190,7 +190,7 @@ class TrainingData(ABC):
         from raytrain_opt.data import transforms  # not at the top: the driver needs no torch
 
         self.source, self._seed, self._device = source, seed, device
-        self._split = _split(source, section, hold_out, seed)
+        self._split, self._drop_last = _split(source, section, hold_out, seed), section.drop_last
         self._sets = {
             "test": np.arange(source.size("test")),
             "final": np.arange(source.final_size),
@@ -237,25 +237,21 @@ class TrainingData(ABC):
         Loader processes take from `indices` ahead. `search`, `held_out`: see `TrainingSplit`. A
         search goes on in the order of the next epoch, and its steps count on. Samples and
         augmentation depend only on (seed, epoch, step, index in the global batch).
-
         Raises DataError for unreadable samples, ValueError for a step or micro-batch that does
         not exist.
         """
-        of_epoch = partial(
-            self._split.order, search=search, held_out=held_out, batch_size=global_batch_size
-        )
-        orders = map(of_epoch, count(epoch))
-        order = next(orders)
+        size = global_batch_size
+        order = partial(self._split.order, search=search, held_out=held_out, batch_size=size)
+        full, rest = divmod(len(self._split.search), size)
+        per_epoch = max(1, full + (rest > 0 and not self._drop_last)) if search else sys.maxsize
         taken: deque[sampling.MicroBatch] = deque()
 
         def parts() -> Iterator[sampling.MicroBatch]:
-            nonlocal order
             for step, number in indices:
-                while search and len(order) < (step + 1) * global_batch_size:
-                    order = np.concatenate([order, next(orders)])
-                taken.append(
-                    sampling.micro_batch(order, step, number, num_micro_batches, global_batch_size)
-                )
+                later, own = divmod(step, per_epoch)
+                samples = order(epoch + later)
+                part = sampling.micro_batch(samples, own, number, num_micro_batches, size)
+                taken.append(part._replace(step=step, keys=part.keys + (step - own) * size))
                 yield taken[-1]
 
         for batch in self._read(epoch, parts()):

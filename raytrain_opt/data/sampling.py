@@ -114,22 +114,21 @@ class TrainingSplit:
         self._size, self._seed = size, seed
         self._labels, self._sampler = balanced_labels, sampler
         self._lengths, self._window = lengths, window
-        # An epoch is read in many parts.
-        self._order = lru_cache(2)(self._draw_order)
+        self.order = lru_cache(2)(self._order)  # an epoch is read in many parts
 
     @property
     def sizes(self) -> tuple[int, int]:
         """Samples of the training and of the validation split."""
         return len(self.training), len(self.validation)
 
-    def order(
+    def _order(
         self, epoch: int, *, search: bool, held_out: int = 0, batch_size: int = 1
     ) -> Indices:
         """Return the order of an epoch, for candidates or for the training; not to be written to.
 
         held_out: first samples of the validation split, in whose place the training takes others.
         """
-        order = self._order(epoch, search)
+        order = self._draw_order(epoch, search)
         if held_out:
             shuffled = generator(self._seed, Purpose.VALIDATION_SPLIT).permutation(self._size)
             is_left_out = np.isin(order, shuffled[:held_out])

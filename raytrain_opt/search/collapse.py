@@ -55,7 +55,7 @@ def latest_attempt(
 ) -> Attempt:
     """Return the attempt that the next epoch of a training of `epochs` belongs to.
 
-    `guessing_loss`: see `optimizer_race`; infinite if unknown. `may_rise`: a sampler of the user's
+    `guessing_loss`: see `optimizer_race`; infinite: no limit. `may_rise`: a sampler of the user's
     own may begin with easy samples, so that only a loss that is not finite shows a collapse.
     """
     attempt, epoch = Attempt(), len(history.epoch_losses)

@@ -45,8 +45,7 @@ def fill_gradients(model: nn.Module, seed: int) -> None:
 
 @pytest.mark.parametrize("changes", [{}, {"momentum": 0.0}])
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"),
-    [(torch.float64, 1e-10), (torch.float32, 1e-4), (torch.bfloat16, 0.02)],
+    ("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-4), (torch.bfloat16, 0.02)]
 )
 def test_every_step_is_the_literal_formula(
     dtype: torch.dtype, tolerance: float, changes: dict[str, Any]

@@ -7,12 +7,7 @@ import time
 import pytest
 import torch
 
-from raytrain_opt.monitoring import (
-    gpu_names,
-    gpu_sampler,
-    top_half_mean,
-    watch_utilization,
-)
+from raytrain_opt.monitoring import gpu_names, gpu_sampler, top_half_mean, watch_utilization
 
 pytest.importorskip("pynvml")
 # The compiler and the debug mode warn about themselves, each version of torch differently.

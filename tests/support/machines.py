@@ -23,15 +23,11 @@ class Machines:
         self._hung: list[tuple[Any, list[psutil.Process]]] = []
         self._preempted: Any = None
 
-    def add(self, count: int) -> None:
-        """Start nodes."""
-        for _ in range(count):
-            node = self._cluster.add_node(num_cpus=1, resources={"place": 1})
-            self._nodes.append(node)
-
     def add_up_to(self, count: int) -> None:
         """Start as many nodes as are missing."""
-        self.add(count - len(self._nodes))
+        for _ in range(count - len(self._nodes)):
+            node = self._cluster.add_node(num_cpus=1, resources={"place": 1})
+            self._nodes.append(node)
 
     def preempt_one_with_a_worker(self, notice_s: int) -> bool:
         """Give notice that a node will end, as a cloud does; `end_one_with_a_worker` ends it.

@@ -90,7 +90,7 @@ def test_another_node_replaces_one_without_it_fewer_continue_and_a_new_one_is_us
         echo.workers.grow()  # without room: nothing happens
         assert echo.workers.alive() == (0,)
         restarts = echo.workers.restarts()
-        machines.add(1)
+        machines.add_up_to(2)
         echo.workers.grow()
         assert echo.workers.alive() == (0, 1)
         third = echo.workers.command(replace(echo.main_train(3), state=second[0]))

@@ -72,6 +72,15 @@ def test_a_training_that_is_worse_than_a_guess_collapsed_if_a_candidate_was_far_
     assert latest_attempt(history, EPOCHS, guessing_loss=2.3, may_rise=True).start == 0
 
 
+@pytest.mark.parametrize(("steps", "again"), [(3, False), (192, True)])
+def test_a_guess_is_a_limit_after_twice_the_steps_of_candidates(steps: int, again: bool) -> None:
+    section, facts = HorizonPolicy(policy="stpt_horizon"), TaskFacts(True, 0, 1e6, 2.3)
+    policy = HorizonStpt(section, Length(EPOCHS), EpochSteps(steps), (OptimizerSection(),), facts)
+    decision = replace(SEARCHED.decisions[0], tried=(replace(WINNER, val_loss=1.0),))
+    action = policy.next(3, History((decision,), epoch_losses=(3.0, 2.32)))
+    assert isinstance(action, StartAgain) is again
+
+
 def test_a_training_starts_four_more_times_at_most() -> None:
     attempt = train(SEARCHED, *(math.nan,) * 6)
     assert (attempt.start, attempt.number) == (4, 4)
