@@ -190,7 +190,8 @@ class TrainingData(ABC):
         from raytrain_opt.data import transforms  # not at the top: the driver needs no torch
 
         self.source, self._seed, self._device = source, seed, device
-        self._split, self._drop_last = _split(source, section, hold_out, seed), section.drop_last
+        self._split = _split(source, section, hold_out, seed)
+        self._only_full = section.drop_last or hold_out.only_in_search  # updates of candidates
         self._sets = {
             "test": np.arange(source.size("test")),
             "final": np.arange(source.final_size),
@@ -234,16 +235,15 @@ class TrainingData(ABC):
     ) -> Iterator[Batch]:
         """Yield the micro-batch of each (step, micro-batch) in `indices`, in that order.
 
-        Loader processes take from `indices` ahead. `search`, `held_out`: see `TrainingSplit`. A
-        search goes on in the order of the next epoch, and its steps count on. Samples and
-        augmentation depend only on (seed, epoch, step, index in the global batch).
-        Raises DataError for unreadable samples, ValueError for a step or micro-batch that does
-        not exist.
+        Loader processes take from `indices` ahead. `search`, whose steps go on in the next epoch's
+        order, and `held_out`: see `TrainingSplit`. Samples and augmentation depend only on (seed,
+        epoch, step, index in the global batch). Raises DataError for unreadable samples,
+        ValueError for a step or micro-batch that does not exist.
         """
         size = global_batch_size
         order = partial(self._split.order, search=search, held_out=held_out, batch_size=size)
         full, rest = divmod(len(self._split.search), size)
-        per_epoch = max(1, full + (rest > 0 and not self._drop_last)) if search else sys.maxsize
+        per_epoch = max(1, full + (rest > 0 and not self._only_full)) if search else sys.maxsize
         taken: deque[sampling.MicroBatch] = deque()
 
         def parts() -> Iterator[sampling.MicroBatch]:
