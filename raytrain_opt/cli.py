@@ -241,7 +241,7 @@ def report(run_dir: str) -> None:
 def evaluate(run_dirs: tuple[str, ...], ensemble: bool, as_json: bool, trust: bool) -> None:
     """Compute the metrics of finished runs.
 
-    Top-1 and top-5 error, or those of the task. RUN_DIR/checkpoints/NAME is a single checkpoint.
+    RUN_DIR/checkpoints/NAME is a single checkpoint. Classification has top-1 and top-5 error.
 
     Example: raytrain-opt evaluate runs/quickstart-* --ensemble
     """

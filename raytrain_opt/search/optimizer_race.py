@@ -7,7 +7,7 @@ Each optimizer has a search of its own (see `peak_search`), with candidates of e
     one   the first candidate of the fine stage: of the others, the first whose coarse loss ties
           with the lowest. It leaves if its loss is clearly higher, else it gets the complete stage
     then  the preferred one with its peak, or the other one if its fine candidate is better, or
-          the only one that has learned; if none has, `undecided` at its usual rate
+          the only one that has learned; if none has, `fallback` at its usual rate
 
 The choice is clear if its loss is the lowest, and the fine stage has learned more than the coarse.
 
@@ -57,7 +57,7 @@ class OptimizerRace:
     names: tuple[str, ...]
     searches: tuple[PeakSearch, ...]
     guessing_loss: float = math.inf  # of a guess by the classes' frequencies
-    undecided: int = 0  # the optimizer that trains where nothing is decided, if it trains at all
+    fallback: int = 0  # the optimizer that trains where nothing is decided, if it trains at all
 
     @property
     def budget(self) -> Budget:
@@ -112,7 +112,7 @@ class OptimizerRace:
             )
         is_guess = untrained == self.guessing_loss
         kind = "of a guess by class" if is_guess else "of a network that hardly trained"
-        usual = min(trained, key=lambda one: (one.optimizer != self.undecided, one.optimizer))
+        usual = min(trained, key=lambda one: (one.optimizer != self.fallback, one.optimizer))
         reason = (
             f"the best candidate's loss of {best.val_loss:.4g} is not below {untrained:.4g}, that "
             f"{kind}, by more than the noise, {noise(best, untrained):.2g}; so "

@@ -62,8 +62,8 @@ _USUAL_UPDATES = 100
 # updates the search decides as full trainings do (benchmarks/RESULTS.md), and in so many
 # operations they take minutes of some cores, a second of a GPU.
 _USUAL_COST, _DECISIVE_STEPS, _SMALL_SEARCH_FLOPS = 0.2, 300, 1e14
-# After so many times the steps of a candidate, a training has to be better than a guess.
-_OLD_ENOUGH = 2
+# Lengths of the candidates, after which a training has to be better than a guess.
+_LENGTHS = 2
 # The updates of the search that follows one whose result is not clear, and how many times as long
 # its candidates have to be.
 _LONG_SEARCH, _LONGER = 1000, 1.5
@@ -263,7 +263,7 @@ class HorizonStpt(Policy):
         epochs, facts = self.length.known_epochs, self.facts
         trained = (epoch - 1 - (history.restarts or (1,))[-1]) * self.steps.first
         longest = max((race.steps.fine for race in self._races(history)), default=0)
-        guess = facts.guessing_loss if trained >= _OLD_ENOUGH * longest else math.inf
+        guess = facts.guessing_loss if trained >= _LENGTHS * longest else math.inf
         attempt = latest_attempt(history, epochs, guess, may_rise=facts.own_order)
         span = self.length.span(epoch, self.steps, history.plans, attempt.start)
         found = history.latest

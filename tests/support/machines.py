@@ -87,7 +87,7 @@ def _processes(node: Any) -> list[psutil.Process]:
 
 def _forks(node: Any) -> list[psutil.Process]:
     """Return the actors of a node, which are forks of another process than its raylet."""
-    actors = ray_state.actors().values() if ray.is_initialized() else ()  # a benchmark has none
+    actors = ray_state.actors().values() if ray.is_initialized() else ()
     here = node.node_id, "ALIVE"
     pids = [a["Pid"] for a in actors if (a["Address"]["NodeID"], a["State"]) == here]
     return [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]

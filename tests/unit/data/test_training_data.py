@@ -98,8 +98,11 @@ def open_numbers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ope
                 np.save(path, tensor.numpy())
     opened = []
 
-    def open_with(fraction: float = 0.1, seed: int = 5, **hold_out: bool) -> TrainingData:
-        opened.append(open_section(section, HoldOut(fraction, **hold_out), seed))
+    def open_with(
+        fraction: float = 0.1, seed: int = 5, drop_last: bool = True, **hold_out: bool
+    ) -> TrainingData:
+        settings = section | {"drop_last": drop_last}
+        opened.append(open_section(settings, HoldOut(fraction, **hold_out), seed))
         return opened[-1]
 
     yield open_with
@@ -144,6 +147,9 @@ def test_a_split_held_out_in_the_search_only_joins_the_training(open_numbers: Op
     later = [(n, 0) for n in range(10, 16)]  # after 10 of 17 samples, in the order of epoch 3
     following = samples(searched.train_batches(3, [(n, 0) for n in range(6)], 1, 17))
     assert samples(data.train_batches(2, later, 1, 17, search=True)) == following
+    for only_in_search, size in ((True, 50), (False, 30)):  # of 180, in updates of 50
+        smaller = open_numbers(drop_last=False, only_in_search=only_in_search)
+        assert len(samples(smaller.train_batches(1, [(3, 0)], 1, 50, search=True))) == size
     whole = samples(data.train_batches(2, [(0, 0)], 1, SIZE))
     assert sorted(whole) == [*range(SIZE)]
     held_out = samples(data.train_batches(2, [(0, 0)], 1, SIZE, held_out=20))

@@ -49,13 +49,7 @@ def test_it_is_the_fit_of_the_last_epoch_in_times_of_the_training(
 
 @pytest.mark.parametrize(
     ("sum_of_lrs", "epochs", "decay"),
-    [
-        (100.0, 16.0, 0.1),
-        (100.0, 4.0, 0.025),
-        (100.0, 60.0, 0.1),
-        (3.0, 16.0, 0.6),
-        (3.0, 4.0, 0.15),
-    ],
+    [(100, 16, 0.1), (100, 4, 0.025), (100, 60, 0.1), (3, 16, 0.6), (3, 4, 0.15)],
 )
 def test_short_trainings_repeat_samples_less_and_bear_less_decay(
     sum_of_lrs: float, epochs: float, decay: float
