@@ -166,7 +166,7 @@ def _random_shares(stage: Stage) -> Any:
 
     if stage.shares is None:
         return nullcontext()
-    return mock.patch.object(micro_batches, "split_by_speed", split)
+    return mock.patch.object(micro_batches, "divide_by_speed", split)
 
 
 def run_group(function: Callable[..., None], workers: int, arguments: tuple[Any, ...]) -> None:

@@ -53,8 +53,8 @@ class Run(Protocol[State]):
     def initial_state(self) -> State:
         """Return the state to start from: new weights, or the last checkpoint's."""
 
-    def plan(self, state: State, history: History) -> History:
-        """Return the history with the length of the next epoch, where the job gives a time."""
+    def estimate_length(self, state: State, history: History) -> History:
+        """Return the history with the length of the training, where the job gives a time."""
 
     def pretrain(self, state: State, action: TryCandidates) -> Sequence[CandidateResult]:
         """Train and score every candidate, each from `state` and on the same batches."""
@@ -148,7 +148,7 @@ def train(run: Run[State]) -> None:
     state = run.initial_state()
     history = run.history
     for epoch in run.epochs_left:
-        history = run.plan(state, history)
+        history = run.estimate_length(state, history)
         # Search: every candidate trains a few steps from `state`; continue from the winner's.
         while not isinstance(action := run.policy.next(epoch, history), TrainEpoch):
             if isinstance(action, StartAgain):  # the training collapsed: see search/collapse
@@ -158,7 +158,7 @@ def train(run: Run[State]) -> None:
             results = run.pretrain(state, action)
             decision = run.policy.decide(action, results, history)
             state = run.state_after(state, action, decision)
-            history = run.plan(state, history.after_round(decision))
+            history = run.estimate_length(state, history.after_round(decision))
             run.checkpoint_round(state, history)
         # Train: all workers together, the rest of the epoch at the decided rates.
         state, losses = run.train_epoch(state, action)

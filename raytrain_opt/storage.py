@@ -91,7 +91,7 @@ def join(storage_path: str, name: str) -> str:
     return urlunsplit(uri._replace(path=f"{uri.path.rstrip('/')}/{name}"))
 
 
-def split(uri: str) -> tuple[str, str]:
+def folder_and_name(uri: str) -> tuple[str, str]:
     """Return the folder of a file and its name; options of a URI stay with the folder."""
     path, question, options = uri.partition("?")
     folder, slash, name = path.rpartition("/")

@@ -58,7 +58,7 @@ def epoch_phase(config: LearnerConfig, command: MainTrain) -> EpochPhase:
         id=f"{command.epoch}.{command.steps.first}-{command.steps.end}.{command.attempt}",
         epoch=command.epoch,
         steps=command.steps.before(command.end),
-        micro_batches=config.worker_count * config.async_split * factor,
+        micro_batches=config.worker_count * config.async_updates * factor,
         bound=config.parallel.staleness_bound,
     )
 

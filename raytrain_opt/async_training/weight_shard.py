@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from raytrain_opt.async_training.scheduler import EpochPhase
 from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.errors import JobError, Problem
-from raytrain_opt.optim.batched import split_evenly
+from raytrain_opt.optim.batched import divide_evenly
 from raytrain_opt.optim.factory import build_optimizer
 from raytrain_opt.optim.update import set_lr
 from raytrain_opt.results import BufferUpdates
@@ -91,7 +91,7 @@ _WIRE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WireArray = npt.NDArray[np.uint8]
 
 
-def split_parameters(model: nn.Module, shards: int) -> list[list[nn.Parameter]]:
+def shard_parameters(model: nn.Module, shards: int) -> list[list[nn.Parameter]]:
     """Split the parameters into parts of about equal size, the same in every process.
 
     Raises JobError when they are not all of one type.
@@ -100,7 +100,7 @@ def split_parameters(model: nn.Module, shards: int) -> list[list[nn.Parameter]]:
     if len(dtypes := sorted({str(p.dtype).removeprefix("torch.") for p in parameters})) > 1:
         rule = f"async keeps weights of one type; this model has {' and '.join(dtypes)}"
         raise JobError([Problem("parallel.mode", rule, "async")])
-    parts = split_evenly([p.numel() for p in parameters], shards)
+    parts = divide_evenly([p.numel() for p in parameters], shards)
     return [[parameters[index] for index in part] for part in parts]
 
 
@@ -145,7 +145,7 @@ class Weights:
 
 
 class WeightShard:
-    """Part `index` of `split_parameters`: applies gradients as they arrive, gives weights.
+    """Part `index` of `shard_parameters`: applies gradients as they arrive, gives weights.
 
     The model belongs to it; its other parameters are emptied, and optimizers skip them.
     """
@@ -158,7 +158,7 @@ class WeightShard:
         shards: int,
         updates_per_epoch: int,
     ) -> None:
-        self.parameters = split_parameters(model, shards)[index]
+        self.parameters = shard_parameters(model, shards)[index]
         self.optimizer = build_optimizer(optimizer, model, steps_per_epoch=updates_per_epoch)
         own = {id(p) for p in self.parameters}
         for parameter in model.parameters():

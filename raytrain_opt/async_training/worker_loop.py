@@ -21,7 +21,7 @@ from raytrain_opt.async_training.weight_shard import (
     Weights,
     WireArray,
     flatten,
-    split_parameters,
+    shard_parameters,
     to_wire,
     wire_dtype,
 )
@@ -64,7 +64,7 @@ class AsyncTrainer:
 
     def __init__(self, learner: Learner, shards: int) -> None:
         self.learner = learner
-        buffers = [flatten(part) for part in split_parameters(learner.model, shards)]
+        buffers = [flatten(part) for part in shard_parameters(learner.model, shards)]
         self._weights = [weights for weights, _ in buffers]
         self._gradients = [gradients for _, gradients in buffers]
         self.dtype = self._weights[0].dtype

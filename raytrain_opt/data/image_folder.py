@@ -252,7 +252,7 @@ def left_out_note(left_out: Counter[str]) -> tuple[str, ...]:
 def _read_labels(section: ImageFolderData, path: str) -> dict[SourceSplit, ImageFiles]:
     """Read the files of both sets from the CSV file `data.labels`."""
     try:
-        if (content := storage.read(*storage.split(path))) is None:
+        if (content := storage.read(*storage.folder_and_name(path))) is None:
             raise ValueError("does not exist")
         files = _listed_files(content, os.path.abspath(os.path.expanduser(section.root)))
         # Of three sets, val is evaluated after each epoch.

@@ -144,7 +144,7 @@ class Shard:
     def read(self, position: int, size: int) -> bytes:
         """Return a part of the shard. Raises StorageError, also if it is another version now."""
         if storage.is_remote(self.place):
-            folder, name = storage.split(self.place)
+            folder, name = storage.folder_and_name(self.place)
             options: Any = {"range": (position, position + max(1, size))}
             with storage.storage_errors(f"{self.place} cannot be read"):
                 found = obstore.get(storage.open_store(folder), name, options=options)
@@ -160,7 +160,7 @@ class Shard:
 
     def read_index(self, cache: str) -> Indices:
         """Read the shard's index, or make it. Raises StorageError, OSError, ValueError."""
-        folder, name = storage.split(self.place)
+        folder, name = storage.folder_and_name(self.place)
         cached = os.path.expanduser(cache), f"{digest([self.place.encode()])}.index"
         for place in ((folder, f"{name}.index"), cached):
             if (index := parse_index(storage.read(*place) or b"", self)) is not None:
@@ -186,7 +186,7 @@ class ShardSet:
             with ThreadPoolExecutor(_REQUESTS) as pool:
                 self.shards = list(pool.map(Shard.find, expand_braces(pattern)))
                 indices = list(pool.map(lambda shard: shard.read_index(cache), self.shards))
-            names = storage.read(storage.split(self.shards[0].place)[0], CLASSES) or b""
+            names = storage.read(storage.folder_and_name(self.shards[0].place)[0], CLASSES) or b""
             self.class_names = tuple(names.decode("utf-8-sig").rstrip("\r\n").splitlines())
         except UnicodeDecodeError as error:
             raise DataError(field, f"{CLASSES} beside it is not UTF-8 text") from error
@@ -208,7 +208,7 @@ def shard_version(uri: str) -> tuple[int, str]:
             raise OSError(f"{uri} is not a file")
         # Programs can set the other time back, as copies and archives do.
         return status.st_size, f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
-    folder, name = storage.split(uri)
+    folder, name = storage.folder_and_name(uri)
     with storage.storage_errors(f"{uri} cannot be read"):
         found = obstore.head(storage.open_store(folder), name)
     return found["size"], _object_version(found)

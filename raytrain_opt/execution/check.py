@@ -196,13 +196,13 @@ def _try_network(
 
 def _check_asynchronous(task: Task, model: nn.Module) -> None:
     """Raise JobError if shards cannot hold the weights, or no worker can compute the metrics."""
-    from raytrain_opt.async_training.weight_shard import split_parameters
+    from raytrain_opt.async_training.weight_shard import shard_parameters
     from raytrain_opt.train.task import aggregates
 
     if aggregates(task):
         rule = "has aggregate, and with parallel.mode: async no worker has the outputs of all"
         raise JobError([Problem("task.name", rule)])
-    split_parameters(model, 1)
+    shard_parameters(model, 1)
 
 
 def _sample_flops(

@@ -30,7 +30,7 @@ from raytrain_opt.recording.records import EpochRecord
 from raytrain_opt.results import Metric, Steps
 from raytrain_opt.search.policy import History
 
-# Time is planned to end this much earlier: what the last epoch takes is known afterwards only.
+# The training is to end this much earlier: what the last epoch takes is known afterwards only.
 _MARGIN = 0.04
 # A measurement takes at most this part of the time.
 _MEASURED_FRACTION, _MEASURED_S = 0.01, 1.0
@@ -40,7 +40,7 @@ _SHORTEST_EPOCH = 0.05
 _FIRST_STEPS = 2
 # Small enough to change nothing, and not 0, by which some optimizers divide.
 _MEASURED_LR = 1e-9
-# A change of the planned length that the user is told about.
+# A change of the estimated length that the user is told about.
 _NOTABLE_CHANGE = 0.1
 
 
@@ -73,7 +73,7 @@ class TrainingLength:
     def resume(self, records: list[EpochRecord], history: History) -> None:
         """Continue after these epochs. Raises JobError if the optimizer would change."""
         self.records = records
-        self._span = history.plans[-1] if history.plans else None
+        self._span = history.spans[-1] if history.spans else None
         epochs = self._length.known_epochs
         if not records or epochs in (0, records[-1].epochs):
             return
@@ -88,15 +88,15 @@ class TrainingLength:
 
     @property
     def epochs(self) -> int:
-        """The number of epochs, as planned now; 0 while that is unknown."""
+        """The number of epochs, as estimated now; 0 while that is unknown."""
         return self._length.known_epochs or (self._span.epochs if self._span else 0)
 
     def fraction(self, epochs_done: float) -> float:
         """Return the part of the training that is done after this number of epochs."""
         return epochs_done / self.epochs if self.epochs else 0.0
 
-    def plan(self, history: History, measure: Callable[[int, float], Pace]) -> History:
-        """Return the history with a plan, if time is limited.
+    def estimate(self, history: History, measure: Callable[[int, float], Pace]) -> History:
+        """Return the history with what the next epoch covers, if time is limited.
 
         `measure` gets the number of an optimizer and seconds to use.
         """
@@ -110,13 +110,13 @@ class TrainingLength:
         epoch, full_steps = len(self.records) + 1, self._steps.first
         left_s = (1 - _MARGIN) * time_s - self._event_log.elapsed_s()
         steps = lay_out(left_s, self._pace, full_steps, _SHORTEST_EPOCH * time_s)
-        span = self._span = plan_epoch(epoch, steps, history.plans)
-        before = history.plans[-1].total_steps if history.plans else 0
+        span = self._span = epoch_span(epoch, steps, history.spans)
+        before = history.spans[-1].total_steps if history.spans else 0
         if abs(span.total_steps - before) > _NOTABLE_CHANGE * before:
             epochs = span.total_steps / full_steps
             text = f"train_for: a training of {epochs:.3g} epochs; {max(left_s, 0):.0f} s are left"
-            self._event_log.log("planned", epoch, text)
-        return history.after_plan(span)
+            self._event_log.log("length", epoch, text)
+        return history.after_span(span)
 
     def is_last(self, epoch: int) -> bool:
         if self._length.known_epochs:
@@ -182,15 +182,15 @@ def lay_out(left_s: float, pace: Pace, full_steps: int, shortest_s: float) -> li
     return [steps for steps in epochs if steps > 0] or [1]
 
 
-def plan_epoch(epoch: int, left: Sequence[int], plans: Sequence[EpochSpan]) -> EpochSpan:
+def epoch_span(epoch: int, left: Sequence[int], spans: Sequence[EpochSpan]) -> EpochSpan:
     """Return what `epoch` covers, the first of the epochs with these updates.
 
-    `plans`: earlier ones; the last of each epoch before says what it covered.
+    `spans`: earlier ones; the last of each epoch before says what it covered.
     """
-    done = {plan.epoch: plan for plan in plans if plan.epoch < epoch}
+    done = {span.epoch: span for span in spans if span.epoch < epoch}
     start = done[epoch - 1].stop if done else 0.0
     stop = 1.0 if len(left) == 1 else start + (1.0 - start) * left[0] / sum(left)
-    total_steps = sum(plan.steps for plan in done.values()) + sum(left)
+    total_steps = sum(span.steps for span in done.values()) + sum(left)
     return EpochSpan(epoch, epoch - 1 + len(left), start, stop, 1.0, left[0], total_steps)
 
 

@@ -111,10 +111,10 @@ class TrainingRun:
         self.pools.states.keep(state)
         return state
 
-    def plan(self, state: StateRef, history: History) -> History:
-        if self._epoch.train is not None:  # resumed within it: it keeps its plan
+    def estimate_length(self, state: StateRef, history: History) -> History:
+        if self._epoch.train is not None:  # resumed within it: it keeps its length
             return history
-        history = self.length.plan(history, partial(self._measure_pace, state))
+        history = self.length.estimate(history, partial(self._measure_pace, state))
         self.progress = replace(self.progress, history=history)
         return history
 

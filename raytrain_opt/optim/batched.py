@@ -18,7 +18,7 @@ def is_dense(tensor: Tensor) -> bool:
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
-def split_evenly(costs: Sequence[int], parts: int) -> list[list[int]]:
+def divide_evenly(costs: Sequence[int], parts: int) -> list[list[int]]:
     """Return the indices of the costs in `parts` lists of about equal sums."""
     sums, indices = [0] * parts, [list[int]() for _ in range(parts)]
     for index in sorted(range(len(costs)), key=lambda i: -costs[i]):

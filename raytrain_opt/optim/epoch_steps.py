@@ -28,12 +28,12 @@ class EpochSpan:
     """The part of a training that `epoch` covers, in `steps` updates: from `start` to `stop`."""
 
     epoch: int
-    epochs: int  # of the training, as planned
+    epochs: int  # of the training, as estimated
     start: float
     stop: float
     total: float  # the end of the training in the same unit
     steps: int
-    total_steps: int  # of the training, as planned
+    total_steps: int  # of the training, as estimated
 
     @property
     def is_last(self) -> bool:
@@ -67,7 +67,7 @@ class EpochSteps:
 class Length:
     """The length of a training: a number of epochs, or wall time with the search."""
 
-    known_epochs: int = 0  # 0 for a time, which `execution.length` plans
+    known_epochs: int = 0  # 0 for a time, which `execution.length` estimates
     seconds: float = math.inf
 
     def __str__(self) -> str:
@@ -77,17 +77,17 @@ class Length:
         """Return the updates of the training; infinite if they depend on its speed."""
         return steps.before(self.known_epochs + 1) if self.known_epochs else math.inf
 
-    def planned_steps(self, steps: EpochSteps, plans: Sequence[EpochSpan]) -> int:
-        """Return the updates of the training without a batch ramp, as planned at first."""
-        return self.known_epochs * steps.first or plans[0].total_steps
+    def expected_steps(self, steps: EpochSteps, spans: Sequence[EpochSpan]) -> int:
+        """Return the updates of the training without a batch ramp, as estimated at first."""
+        return self.known_epochs * steps.first or spans[0].total_steps
 
     def span(
-        self, epoch: int, steps: EpochSteps, plans: Sequence[EpochSpan], start: int = 0
+        self, epoch: int, steps: EpochSteps, spans: Sequence[EpochSpan], start: int = 0
     ) -> EpochSpan:
         """Return the part that `epoch` covers of the training after the first `start` epochs."""
         epochs, done = self.known_epochs, epoch - start
         if not epochs:
-            return plans[-1]
+            return spans[-1]
         total = steps.before(epochs + 1) - steps.before(start + 1)
         return EpochSpan(epoch, epochs, done - 1, done, epochs - start, steps(epoch), total)
 

@@ -36,7 +36,7 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
 from raytrain_opt.config.updates import MUON_AUX_LR_MULTIPLIERS
-from raytrain_opt.optim.batched import BatchedOptimizer, descend, split_evenly
+from raytrain_opt.optim.batched import BatchedOptimizer, descend, divide_evenly
 
 # Jordan's, which raise small singular values fastest; they end between 0.7 and 1.2, not at 1.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -122,7 +122,7 @@ class Muon(BatchedOptimizer):
     def _orthogonalize(self, matrices: Sequence[Tensor], dtype: torch.dtype) -> dict[int, Tensor]:
         """Return the results of (4), by index; of all matrices, whoever computed them."""
         shapes = [matrix.shape for matrix in matrices]
-        owned = split_work(shapes, dist.get_world_size() if self.distributed else 1)
+        owned = divide_work(shapes, dist.get_world_size() if self.distributed else 1)
         results: dict[int, Tensor] = {}
         for indices in owned[dist.get_rank() if self.distributed else 0]:
             batch = torch.stack([matrices[i] for i in indices]).to(dtype)
@@ -178,7 +178,7 @@ def orthogonalization_flops(shapes: Iterable[torch.Size]) -> int:
     return flops
 
 
-def split_work(shapes: Sequence[torch.Size], ranks: int) -> list[list[list[int]]]:
+def divide_work(shapes: Sequence[torch.Size], ranks: int) -> list[list[list[int]]]:
     """Return the batches of matrices, as indices, of each rank, about equal in work."""
     # The same for any number of ranks, because a kernel may round by their size.
     batches = [
@@ -187,7 +187,7 @@ def split_work(shapes: Sequence[torch.Size], ranks: int) -> list[list[list[int]]
         for start in range(0, len(indices), _BATCH)
     ]
     costs = [len(batch) * min(s := shapes[batch[0]]) * s.numel() for batch in batches]
-    return [[batches[i] for i in own] for own in split_evenly(costs, ranks)]
+    return [[batches[i] for i in own] for own in divide_evenly(costs, ranks)]
 
 
 def _exchange(

@@ -178,7 +178,7 @@ class EpochRecord(EpochResult, Record):
     file, counted_by = "epochs.jsonl", "epoch"
     epochs: int = Field(
         gt=0,
-        description="Length of the training in epochs, with `train_for` as planned before this.",
+        description="Length of the training in epochs, with `train_for` as estimated before it.",
     )
     weight_decay_factor: float = Field(description="Factor on the optimizer's weight decay.")
     test_samples: int = Field(description="Test samples.")
@@ -314,7 +314,7 @@ class Phase(Record):
 
 
 class Event(Record):
-    """One line of events.jsonl: a failure, a recovery, a resume, a plan, or an early end."""
+    """One line of events.jsonl: a failure, a recovery, a resume, a length, or an early end."""
 
     file = "events.jsonl"
     kind: str = Field(
@@ -322,8 +322,8 @@ class Event(Record):
             "`restarted` (a process), `lost` (a slot, for good), `fewer` or `more` (workers), "
             "`storage` (refused copies, then took one), `callback` (one failed), `optimizer` (one "
             "is left out of the search), `overfitting` (more weight decay), `collapsed` (training "
-            "starts again at a lower rate), `diverged` (what such a training raised), `planned` "
-            "(the length of a training for a time), `patience` (lost, training continues), "
+            "starts again at a lower rate), `diverged` (what such a training raised), `length` "
+            "(with `train_for`, or changed by a resume), `patience` (lost, training continues), "
             "`stopped` (by the `stop` section), `resumed`, `interrupted`, `failed`."
         )
     )

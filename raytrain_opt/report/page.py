@@ -59,7 +59,7 @@ def _lead(run: RunRecords) -> list[str]:
     return [
         f"{_name(job.get('model'))} on {_name(job.get('data'))}, learning-rate policy "
         f"{job['learning_rate'].get('policy', '')}, {len(run.epochs)} of "
-        f"{run.planned_epochs or '?'} epochs, {status}",
+        f"{run.epochs_to_train or '?'} epochs, {status}",
         run.run_dir,
     ]
 

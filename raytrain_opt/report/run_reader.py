@@ -67,7 +67,7 @@ class RunRecords:
         return metrics[0] if metrics else Metric()
 
     @property
-    def planned_epochs(self) -> int | None:
+    def epochs_to_train(self) -> int | None:
         """Length of the training; with `train_for` None before the first epoch."""
         if self.result is not None:
             return self.result.epochs

@@ -113,7 +113,7 @@ def _unfinished(run: RunRecords) -> Iterator[str]:
     else:
         cause = "it is still running, or its driver died"
     yield (
-        f"The run is not finished: {len(run.epochs)} of {run.planned_epochs or '?'} epochs are "
+        f"The run is not finished: {len(run.epochs)} of {run.epochs_to_train or '?'} epochs are "
         f"done ({cause}). If it has stopped, resume it with: raytrain-opt run --resume "
         f"{quote(run.run_dir)} (and --trust if its job names functions that you trust)"
     )

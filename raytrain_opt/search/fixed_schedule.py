@@ -31,9 +31,9 @@ class FixedSchedule(Policy):
         if self.length.known_epochs:  # a warm-up that is too long is refused now
             self._total(())
 
-    def _total(self, plans: Sequence[EpochSpan]) -> int:
+    def _total(self, spans: Sequence[EpochSpan]) -> int:
         """Return the updates of the schedule. Raises JobError if its warm-up has more."""
-        total, warmup = self.length.planned_steps(self.steps, plans), self.section.warmup
+        total, warmup = self.length.expected_steps(self.steps, spans), self.section.warmup
         if warmup.length(self.steps.first) > total:
             unit = "epochs" if warmup.steps is None else "steps"
             rule = f"is longer than the training, which has {total} updates"
@@ -42,8 +42,8 @@ class FixedSchedule(Policy):
         return total
 
     def next(self, epoch: int, history: History) -> TrainEpoch:
-        total, per_epoch = self._total(history.plans), self.steps.first
-        span = self.length.span(epoch, self.steps, history.plans)
+        total, per_epoch = self._total(history.spans), self.steps.first
+        span = self.length.span(epoch, self.steps, history.spans)
         scale = total / span.total
         start, stride = span.start * scale, (span.stop - span.start) * scale / span.steps
         factor = self.section.gamma ** self._drops(history.epoch_losses)

@@ -166,7 +166,7 @@ class History:
     epoch_losses: tuple[float, ...] = ()  # the `training` loss of each finished epoch
     validation_losses: tuple[tuple[int, float], ...] = ()  # epochs that score, and their losses
     restarts: tuple[int, ...] = ()  # epochs that began from the initial weights
-    plans: tuple[EpochSpan, ...] = ()  # of `train_for`, before each epoch and after each round
+    spans: tuple[EpochSpan, ...] = ()  # of `train_for`, before each epoch and after each round
 
     def after_round(self, decision: Decision) -> History:
         """Return the history with one more decision."""
@@ -186,9 +186,9 @@ class History:
         """Return the history in which this epoch begins from the initial weights."""
         return replace(self, restarts=(*self.restarts, action.epoch))
 
-    def after_plan(self, plan: EpochSpan) -> History:
-        """Return the history with one more plan."""
-        return replace(self, plans=(*self.plans, plan))
+    def after_span(self, span: EpochSpan) -> History:
+        """Return the history with one more estimate of what the next epoch covers."""
+        return replace(self, spans=(*self.spans, span))
 
     @property
     def latest(self) -> Decision | None:

@@ -113,7 +113,7 @@ class HorizonStpt(Policy):
     def budgets(self, history: History) -> list[float]:
         """Return the updates that the search may take, and one that follows if it is not clear."""
         cost = self.section.max_search_cost
-        updates = self.length.planned_steps(self.steps, history.plans)
+        updates = self.length.expected_steps(self.steps, history.spans)
         fraction = _USUAL_COST if cost == "auto" else cost
         if not self.length.known_epochs:  # the search is a part of the time
             return [updates * fraction / (1 + fraction)]
@@ -192,7 +192,7 @@ class HorizonStpt(Policy):
 
     def _length_factor(self, history: History) -> float:
         """Return the ratio of the usual rates of this training and of a short one."""
-        updates = self.length.planned_steps(self.steps, history.plans)
+        updates = self.length.expected_steps(self.steps, history.spans)
         shorter = 1.0 if self.facts.channel_norm else _USUAL_UPDATES / updates
         return math.sqrt(min(1.0, shorter))
 
@@ -225,7 +225,7 @@ class HorizonStpt(Policy):
             reason = f"next {name}{following.stage}: {following.reason}"
             if not history.decisions:  # what the search may cost
                 budget, *longer = (race.budget.left for race in self._races(history))
-                updates = self.length.planned_steps(self.steps, history.plans)
+                updates = self.length.expected_steps(self.steps, history.spans)
                 part = f"{100 * budget / updates:.0f} % of the training"
                 more = "".join(f", and {n:.0f} more if the result is not clear" for n in longer)
                 reason = f"a search of at most {budget:.0f} updates, {part}{more}; {reason}"
@@ -265,7 +265,7 @@ class HorizonStpt(Policy):
         longest = max((race.steps.fine for race in self._races(history)), default=0)
         guess = facts.guessing_loss if trained >= _LENGTHS * longest else math.inf
         attempt = latest_attempt(history, epochs, guess, may_rise=facts.own_order)
-        span = self.length.span(epoch, self.steps, history.plans, attempt.start)
+        span = self.length.span(epoch, self.steps, history.spans, attempt.start)
         found = history.latest
         optimizer = found.next_optimizer if found else 0
         peak = (found.next_base_lr if found else self._undecided(0, history)) * attempt.lr_factor

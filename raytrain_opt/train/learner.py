@@ -145,7 +145,7 @@ class Learner:
         `search` the validation split is held out.
         """
         self._use_optimizer(steps.optimizer)
-        grown = micro_batches.split(ramp_factor(self.config.batch_ramp, epoch))
+        grown = micro_batches.refined(ramp_factor(self.config.batch_ramp, epoch))
         self._begin_phase(epoch, grown, search=search, held_out=steps.held_out)
         decays = [steps.weight_decay_factor * decay for decay in self._weight_decays]
         set_weight_decays(self.optimizer, decays)

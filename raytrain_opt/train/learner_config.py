@@ -33,7 +33,7 @@ OBJECT_SECTIONS = ("model", "data", "task", "loss")
 # Forward passes keep no activations, so 256 samples fit wherever a training step does.
 _MIN_EVAL_BATCH_SIZE = 256
 # BatchNorm normalizes each micro-batch: with less than 8 samples it is noisy.
-_MAX_SPLIT, _MIN_MICRO_BATCH_SIZE = 4, 8
+_MAX_MICRO_BATCHES, _MIN_MICRO_BATCH_SIZE = 4, 8
 
 
 @dataclass(frozen=True)
@@ -96,12 +96,12 @@ class LearnerConfig:
         return self.parallel.micro_batches or self.worker_count
 
     @property
-    def async_split(self) -> int:
+    def async_updates(self) -> int:
         """The micro-batches of a worker's share of a step in `async`; each is an update."""
         if self.parallel.micro_batches is not None:
             return self.parallel.micro_batches // self.worker_count
         samples = self.batch_size_per_worker
-        most = min(_MAX_SPLIT, samples // _MIN_MICRO_BATCH_SIZE)
+        most = min(_MAX_MICRO_BATCHES, samples // _MIN_MICRO_BATCH_SIZE)
         return max([1, *(n for n in range(1, most + 1) if samples % n == 0)])
 
     @property

@@ -35,13 +35,13 @@ class MicroBatches:
     def all(cls, count: int) -> MicroBatches:
         return cls(range(count), count)
 
-    def split(self, factor: int) -> MicroBatches:
+    def refined(self, factor: int) -> MicroBatches:
         """Return the same samples in `factor` times as many micro-batches."""
         indices = range(self.indices.start * factor, self.indices.stop * factor)
         return MicroBatches(indices, self.count * factor)
 
 
-def split_by_speed(count: int, speeds: Sequence[float]) -> list[range]:
+def divide_by_speed(count: int, speeds: Sequence[float]) -> list[range]:
     """Return the micro-batches of each worker, one or more, that let the last be done first."""
     shares, workers = [1] * len(speeds), range(len(speeds))
     for _ in range(count - len(speeds)):
@@ -70,7 +70,7 @@ class LoadBalance:
 
     def share(self, count: int) -> None:
         """Share `count` micro-batches; keep the present shares unless others save time."""
-        best = split_by_speed(count, self.speeds)
+        best = divide_by_speed(count, self.speeds)
         if sum(map(len, self.shares)) == count:
             gain = 1 - step_time(best, self.speeds) / step_time(self.shares, self.speeds)
             if gain <= _WORTH:

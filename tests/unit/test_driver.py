@@ -59,7 +59,7 @@ class ScriptedRun:
         self.moves.append(Move("initial_state"))
         return "s"
 
-    def plan(self, state: str, history: History) -> History:
+    def estimate_length(self, state: str, history: History) -> History:
         return history
 
     def pretrain(self, state: str, action: TryCandidates) -> list[CandidateResult]:

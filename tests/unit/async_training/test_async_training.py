@@ -19,7 +19,7 @@ from raytrain_opt.async_training.weight_shard import (
     advance_buffers,
     assemble_state,
     convert,
-    split_parameters,
+    shard_parameters,
 )
 from raytrain_opt.async_training.worker_loop import AsyncTrainer
 from raytrain_opt.data import load_shared_data
@@ -248,19 +248,19 @@ def test_a_worker_that_stops_does_not_stop_the_others(digits: DatasetArrays) -> 
 
 def test_parts_are_complete_tensors_of_about_equal_size() -> None:
     model = nn.Sequential(*[nn.Linear(n, 10) for n in (100, 30, 30, 30, 10)])
-    parts = split_parameters(model, 2)
+    parts = shard_parameters(model, 2)
     assert sorted(id(p) for part in parts for p in part) == sorted(
         id(p) for p in model.parameters()
     )
     sizes = [sum(p.numel() for p in part) for part in parts]
     assert abs(sizes[0] - sizes[1]) <= 20
-    assert [len(part) for part in split_parameters(nn.Linear(2, 2), 3)] == [1, 1, 0]
+    assert [len(part) for part in shard_parameters(nn.Linear(2, 2), 3)] == [1, 1, 0]
 
 
 def test_weights_of_two_types_are_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
     with pytest.raises(JobError, match=r"parallel.mode: .*float32 and float64"):
-        split_parameters(model, 1)
+        shard_parameters(model, 1)
 
 
 def test_of_two_gradients_of_a_micro_batch_the_first_counts(digits: DatasetArrays) -> None:

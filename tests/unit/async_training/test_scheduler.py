@@ -179,7 +179,8 @@ def test_a_phase_that_ends_early_ends_with_the_step_that_has_begun(claimed: int,
 def test_each_attempt_of_a_phase_has_an_id_of_its_own() -> None:
     """A gradient of a worker that died in the attempt before must find no phase."""
     section = SimpleNamespace(staleness_bound=4)
-    settings: Any = SimpleNamespace(batch_ramp=(), worker_count=2, async_split=1, parallel=section)
+    shares = {"worker_count": 2, "async_updates": 1}
+    settings: Any = SimpleNamespace(batch_ramp=(), parallel=section, **shares)
     command = MainTrain(StateRef("start", None), 1, Steps(0, (0.1,) * 3))
     ids = {epoch_phase(settings, replace(command, attempt=attempt)).id for attempt in range(3)}
     assert len(ids) == 3

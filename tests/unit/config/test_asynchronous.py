@@ -54,12 +54,12 @@ def test_settings_that_need_synchronous_workers_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("batch", "micro_batches", "split"),
+    ("batch", "micro_batches", "updates"),
     [(192, None, 4), (2048, None, 4), (96, None, 3), (52, None, 1), (8, None, 1), (48, 24, 6)],
 )
 def test_a_step_is_cut_into_micro_batches_of_at_least_eight_samples(
-    batch: int, micro_batches: int | None, split: int
+    batch: int, micro_batches: int | None, updates: int
 ) -> None:
     parallel = {**ASYNC, "micro_batches": micro_batches}
     changes = {"global_batch_size": batch, "workers": {"count": 4}, "parallel": parallel}
-    assert LearnerConfig.from_job(Job.model_validate({**GOOD, **changes})).async_split == split
+    assert LearnerConfig.from_job(Job.model_validate({**GOOD, **changes})).async_updates == updates

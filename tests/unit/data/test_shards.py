@@ -269,7 +269,7 @@ def test_the_index_of_a_shard_that_was_written_again_is_not_believed(
     """Its size, its positions and its date may be what they were."""
     output = s3.new_uri() if where == "URI" else f"{tmp_path}/shards"
     shards = section(output, tmp_path / "cache", *pack(image_tree, output))
-    folder, name = storage.split(expand_braces(shards.train)[0])
+    folder, name = storage.folder_and_name(expand_braces(shards.train)[0])
     with open_data(shards) as data:
         counts = np.array(data.info.class_counts)
     content = storage.read(folder, name)

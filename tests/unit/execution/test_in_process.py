@@ -213,7 +213,7 @@ def test_a_run_trains_for_a_time_and_its_lengths_are_replayed(tmp_path: Path) ->
     epochs = read_lines(result.run_dir, "epochs")
     assert result.summary["epochs"] == len(epochs) == epochs[-1]["epochs"]
     assert result.lrs[-1] < 0.5 * max(result.lrs) or len(result.lrs) == 1
-    assert read_lines(result.run_dir, "events")[0]["kind"] == "planned"
+    assert read_lines(result.run_dir, "events")[0]["kind"] == "length"
     schedule = {"policy": "replay", "schedule": f"{result.run_dir}/schedule.jsonl"}
     fixed = {**timed, "epochs": len(epochs), "train_for": None, "learning_rate": schedule}
     replayed = run(tiny_job(tmp_path / "b", **fixed), in_process=True)
@@ -227,8 +227,8 @@ def test_a_timed_run_resumes_with_the_time_that_is_left(tmp_path: Path) -> None:
     target = {"target": 0.0}  # reached after the first epoch
     job = tiny_job(tmp_path, **timed, learning_rate=section, stop=target)
     first = run(job, in_process=True)
-    [planned, stopped] = read_lines(first.run_dir, "events")
-    assert (planned["kind"], stopped["kind"]) == ("planned", "stopped")
+    [length, stopped] = read_lines(first.run_dir, "events")
+    assert (length["kind"], stopped["kind"]) == ("length", "stopped")
     assert "reached the target, 0" in stopped["text"]
     shorter = job.model_copy(update={"train_for": 0.1, "stop": None})
     resumed = run(shorter, in_process=True, resume=first.run_dir)

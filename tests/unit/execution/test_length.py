@@ -11,7 +11,7 @@ import pytest
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.execution import length
-from raytrain_opt.execution.length import Pace, TrainingLength, lay_out, measure_pace, plan_epoch
+from raytrain_opt.execution.length import Pace, TrainingLength, epoch_span, lay_out, measure_pace
 from raytrain_opt.optim.epoch_steps import EpochSpan, EpochSteps
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.pools.commands import MainTrain, StateRef
@@ -79,15 +79,15 @@ def test_the_optimizer_that_a_round_chose_is_measured(timed: TrainingLength) -> 
         measured.append(optimizer)
         return Pace(STEPS_S[optimizer], OTHER_S)
 
-    history = timed.plan(History(), measure)
+    history = timed.estimate(History(), measure)
     undecided = Decision(1, 0.1, None, 0.1, "")
-    history = timed.plan(history.after_round(undecided), measure)
-    history = timed.plan(
+    history = timed.estimate(history.after_round(undecided), measure)
+    history = timed.estimate(
         history.after_round(Decision(1, 0.1, None, 0.1, "", next_optimizer=1)), measure
     )
-    timed.plan(history, measure)
+    timed.estimate(history, measure)
     assert measured == [0, 1]
-    first, second, third = (plan.total_steps for plan in history.plans)
+    first, second, third = (span.total_steps for span in history.spans)
     assert first == pytest.approx(second, rel=0.01)
     assert third < first / 2
 
@@ -100,7 +100,7 @@ def test_a_resumed_run_measures_the_optimizer_that_was_chosen(timed: TrainingLen
         return Pace(0.01, OTHER_S)
 
     history = History().after_round(Decision(1, 0.1, None, 0.1, "", next_optimizer=1))
-    timed.plan(history, measure)
+    timed.estimate(history, measure)
     assert measured == [1]
 
 
@@ -108,23 +108,23 @@ def test_what_an_epoch_takes_beside_its_updates_is_no_part_of_their_speed(
     timed: TrainingLength,
 ) -> None:
     pace = Pace(STEPS_S[0], OTHER_S)
-    history = timed.plan(History(), lambda *_: pace)
+    history = timed.estimate(History(), lambda *_: pace)
     steps_s = STEPS * pace.step_s
     timings_s = {"main_train_s": steps_s + OTHER_S, "main_compute_s": steps_s}
     line = epoch_line(1, samples=STEPS * 64, timings_s=timings_s, duration_s=steps_s + OTHER_S)
     timed.after_epoch(EpochRecord(**line))
-    history = timed.plan(history, lambda *_: pace)
-    planned, later = (plan.total_steps for plan in history.plans)
+    history = timed.estimate(history, lambda *_: pace)
+    first, later = (span.total_steps for span in history.spans)
     # The epoch took no time of the clock, so it is trained in addition.
-    assert later == pytest.approx(planned + STEPS, rel=0.02)
+    assert later == pytest.approx(first + STEPS, rel=0.02)
 
 
 def simulate(time_s: float, speed: Callable[[float], float]) -> tuple[float, list[EpochSpan]]:
-    """Train until the plan ends; an update takes `speed(seconds so far)` seconds."""
+    """Train until the time ends; an update takes `speed(seconds so far)` seconds."""
     now_s, step_s, done = 0.0, speed(0.0), list[EpochSpan]()
     while not done or not done[-1].is_last:
         steps = lay_out(time_s - now_s, Pace(step_s, 0.5), 50, 0.05 * time_s)
-        done.append(plan_epoch(len(done) + 1, steps, done))
+        done.append(epoch_span(len(done) + 1, steps, done))
         now_step_s = speed(now_s)
         now_s += done[-1].steps * now_step_s + 0.5
         step_s = (step_s + now_step_s) / 2
@@ -148,10 +148,10 @@ def test_a_change_of_speed_is_made_up_for(time_s: float, factor: float) -> None:
     assert all(a.stop == b.start for a, b in pairwise(done))
 
 
-def test_no_time_left_is_one_update_and_a_later_plan_of_an_epoch_counts() -> None:
+def test_no_time_left_is_one_update_and_a_later_estimate_of_an_epoch_counts() -> None:
     assert lay_out(-3.0, Pace(0.1, 0.5), 50, 0.0) == [1]
-    first = plan_epoch(1, [50] * 20, [])
-    again = plan_epoch(1, [50] * 10, [first])
-    following = plan_epoch(2, [50] * 9, [first, again])
+    first = epoch_span(1, [50] * 20, [])
+    again = epoch_span(1, [50] * 10, [first])
+    following = epoch_span(2, [50] * 9, [first, again])
     assert (again.start, again.stop, following.start) == (0.0, 0.1, 0.1)
     assert following.total_steps == 500

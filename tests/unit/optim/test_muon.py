@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from raytrain_opt.optim import muon
 from raytrain_opt.optim.factory import parameter_groups
-from raytrain_opt.optim.muon import Muon, orthogonalization_flops, orthogonalize, split_work
+from raytrain_opt.optim.muon import Muon, divide_work, orthogonalization_flops, orthogonalize
 from raytrain_opt.train.state import capture, restore
 from tests.support.reference_muon import ReferenceMuon
 
@@ -188,7 +188,7 @@ def test_training_continues_bit_for_bit_from_a_saved_state(aux: str, via: str) -
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
 def test_every_matrix_is_computed_by_one_rank_and_the_work_is_shared(ranks: int) -> None:
     shapes = [torch.Size((64, 64 * k)) for k in (1, 9, 9, 9, 9, 2, 2, 4)]
-    owned = split_work(shapes, ranks)
+    owned = divide_work(shapes, ranks)
     own = [[index for batch in batches for index in batch] for batches in owned]
     assert sorted(index for indices in own for index in indices) == list(range(len(shapes)))
     work = [sum(shapes[i][1] for i in indices) for indices in own]
@@ -197,7 +197,7 @@ def test_every_matrix_is_computed_by_one_rank_and_the_work_is_shared(ranks: int)
 
 def test_matrices_are_computed_in_the_same_batches_by_any_number_of_ranks() -> None:
     shapes = [torch.Size((8, 8))] * 9 + [torch.Size((4, 8))] * 2
-    batches = [sorted(b for own in split_work(shapes, n) for b in own) for n in (1, 2, 5)]
+    batches = [sorted(b for own in divide_work(shapes, n) for b in own) for n in (1, 2, 5)]
     assert batches == [[[0, 1, 2, 3], [4, 5, 6, 7], [8], [9, 10]]] * 3
 
 

@@ -134,13 +134,13 @@ def test_a_planned_schedule_passes_faster_when_less_time_is_left() -> None:
     policy = scheduled(Length(seconds=60.0), EpochSteps(2), initial=0.8)
     first = EpochSpan(1, 4, 0.0, 0.25, 1.0, 2, 8)
     second = EpochSpan(2, 2, 0.25, 1.0, 1.0, 2, 4)
-    history = EMPTY.after_plan(first)
+    history = EMPTY.after_span(first)
     assert policy.next(1, history).steps.lrs == pytest.approx((0.8, 0.7))
-    assert policy.next(2, history.after_plan(second)).steps.lrs == pytest.approx((0.6, 0.3))
+    assert policy.next(2, history.after_span(second)).steps.lrs == pytest.approx((0.6, 0.3))
 
 
 def test_a_warm_up_has_to_fit_into_the_training_as_first_planned() -> None:
-    history = EMPTY.after_plan(EpochSpan(1, 4, 0.0, 0.25, 1.0, 2, 7))
+    history = EMPTY.after_span(EpochSpan(1, 4, 0.0, 0.25, 1.0, 2, 7))
     fits, too_long = (
         scheduled(Length(seconds=60.0), EpochSteps(steps), warmup={"epochs": 4})
         for steps in (1, 2)

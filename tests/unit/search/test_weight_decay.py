@@ -194,7 +194,7 @@ def test_the_first_half_holds_the_validation_split_out_and_scores_it_twice() -> 
 )
 def test_a_training_that_cannot_answer_holds_nothing_out(changes: dict[str, Any]) -> None:
     watching = replace(replace(policy(AUTO), facts=TaskFacts(validation_size=64)), **changes)
-    history = SEARCHED.after_plan(Length(16).span(1, EpochSteps(96), ()))
+    history = SEARCHED.after_span(Length(16).span(1, EpochSteps(96), ()))
     action = watching.next(1, history)
     assert isinstance(action, TrainEpoch)
     assert (action.steps.held_out, action.scores) == (0, False)

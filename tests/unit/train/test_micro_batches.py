@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from raytrain_opt.train.micro_batches import split_by_speed, step_time
+from raytrain_opt.train.micro_batches import divide_by_speed, step_time
 from tests.support.samples import Samples
 
 
@@ -23,7 +23,7 @@ from tests.support.samples import Samples
     ],
 )
 def test_shares_follow_the_speeds(count: int, speeds: list[float], shares: list[int]) -> None:
-    ranges = split_by_speed(count, speeds)
+    ranges = divide_by_speed(count, speeds)
     assert [len(share) for share in ranges] == shares
     assert [number for share in ranges for number in share] == [*range(count)]
 
@@ -39,7 +39,7 @@ def test_no_other_split_is_done_earlier(samples: Samples) -> None:
         def duration(shares: Sequence[int], speeds: list[float] = speeds) -> float:
             return max(share / speed for share, speed in zip(shares, speeds, strict=True))
 
-        shares = [len(share) for share in split_by_speed(count, speeds)]
+        shares = [len(share) for share in divide_by_speed(count, speeds)]
         assert sum(shares) == count
         assert min(shares) >= 1
         every_split = product(range(1, more + 2), repeat=len(speeds))
@@ -59,4 +59,4 @@ def test_no_other_split_is_done_earlier(samples: Samples) -> None:
 def test_a_step_takes_as_long_as_its_slowest_worker(
     count: int, speeds: list[float], time: float
 ) -> None:
-    assert step_time(split_by_speed(count, speeds), speeds) == pytest.approx(time)
+    assert step_time(divide_by_speed(count, speeds), speeds) == pytest.approx(time)
