@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 from raytrain_opt.clock import utc_now
 from raytrain_opt.config.section import is_instance
@@ -46,7 +45,7 @@ class RunResult:
     best_epoch: int | None
     lrs: tuple[float, ...] = field(repr=False)  # of every step
     wall_s: float
-    summary: dict[str, Any] = field(repr=False)  # the content of result.json
+    summary: ResultRecord = field(repr=False)  # the content of result.json
 
 
 @contextmanager
@@ -102,7 +101,7 @@ def finish(run: TrainingRun) -> RunResult:
         best_epoch=record.best.epoch if record.best else None,
         lrs=run.lrs,
         wall_s=record.wall_s,
-        summary=record.model_dump(),
+        summary=record,
     )
 
 

@@ -34,10 +34,10 @@ def test_workers_and_shards_die_and_no_sample_is_lost(tmp_path: Path) -> None:
         ended.set()
         killer.join()
     assert len(killed) == 1
-    assert result.summary["restarts"]["worker"] <= 1  # not all workers
+    assert result.summary.restarts["worker"] <= 1  # not all workers
     epochs, rounds = (read_lines(result.run_dir, name) for name in ("epochs", "rounds"))
     assert [epoch["epoch"] for epoch in epochs] == [1, 2, 3]
-    steps = result.summary["steps_per_epoch"] - 5  # of a round, which are kept
+    steps = result.summary.steps_per_epoch - 5  # of a round, which are kept
     per_step = [sum(epoch["staleness"].values()) / steps for epoch in epochs]
     assert per_step == [8, 8, 8]  # two workers with four micro-batches of eight samples each
     for epoch in epochs:

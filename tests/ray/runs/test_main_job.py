@@ -80,7 +80,7 @@ def test_killed_processes_are_restarted_and_nothing_changes(
     chance = random.Random(seed := random.randrange(10**9))
     print(f"seed of the random kill: {seed}")
     epochs = 3  # a slot that died in the second is needed again
-    epoch_steps = finished.summary["steps_per_epoch"]
+    epoch_steps = finished.summary.steps_per_epoch
     kept = epoch_steps - epoch_steps * 3 // 4
     every = (epoch_steps - kept) // 2
     killed = {"index": chance.randrange(2), "step": chance.randrange(every)}
@@ -94,7 +94,7 @@ def test_killed_processes_are_restarted_and_nothing_changes(
     with injected(faults):
         disturbed = run(quickstart(uri, epochs=epochs, checkpoint={"every": every}))
     assert len(s3.faults) < 50
-    restarts = disturbed.summary["restarts"]
+    restarts = disturbed.summary.restarts
     assert (restarts["slot"], restarts["worker"]) == (2, 2)
     run_dir = str(RunPaths.existing(disturbed.run_dir, write=False).local)
     events = read_lines(run_dir, "events")

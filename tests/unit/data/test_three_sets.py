@@ -94,7 +94,7 @@ def test_the_best_epoch_is_looked_at_once_and_mistakes_name_their_files(
     predicted = best.probabilities(files).argmax(1).tolist()
     names = [best.class_names[number] for number in predicted]
     hits = sum(name == file.parent.name for name, file in zip(names, files, strict=True))
-    assert result.summary["final_set"]["accuracy"] == pytest.approx(hits / 6)
+    assert result.summary.final_set["accuracy"] == pytest.approx(hits / 6)
     [evaluated] = evaluate_runs([result.run_dir], ensemble=False).runs
     assert evaluated.changes == ""
     assert evaluated.samples == len(list(predict_test_set(find_run(result.run_dir, False)))) == 6
@@ -161,6 +161,6 @@ def test_without_the_weights_of_the_best_epoch_the_run_ends_and_says_so(
     schedule = {"policy": "schedule", "initial": 0.1}
     job = small_job(tmp_path, data=data, epochs=1, global_batch_size=4, learning_rate=schedule)
     result = run(job, in_process=True)
-    assert "final_set" not in result.summary or not result.summary["final_set"]
+    assert not result.summary.final_set
     [event] = [e for e in read_lines(result.run_dir, "events") if e["kind"] == "lost"]
     assert event["text"].startswith("the third set is not measured: ")

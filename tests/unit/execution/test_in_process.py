@@ -68,15 +68,15 @@ def test_a_run_in_one_process_leaves_the_files_of_a_run_on_ray(
     assert not ray.is_initialized()
     out = capsys.readouterr().out
     assert "in one process, without Ray" in out
-    assert (len(result.lrs), result.summary["search"]["rounds"]) == (
-        2 * result.summary["steps_per_epoch"],
+    assert (len(result.lrs), result.summary.search.rounds) == (
+        2 * result.summary.steps_per_epoch,
         2,
     )
     files = {path.name for path in Path(result.run_dir).iterdir()}
     assert {"job.yaml", "rounds.jsonl", "epochs.jsonl"} < files
     assert {"result.json", "report.html", "schedule.jsonl", "checkpoints", "tensorboard"} < files
     assert (Path(result.run_dir) / "checkpoints" / "epoch-0002").is_dir()
-    assert result.summary["hardware"]["workers"] == result.summary["hardware"]["slots"] == 1
+    assert result.summary.hardware.workers == result.summary.hardware.slots == 1
 
 
 def test_the_commands_that_a_run_ends_with_work(
@@ -170,7 +170,7 @@ def test_a_resume_with_other_data_is_refused_and_changes_nothing(tmp_path: Path)
         run(longer, in_process=True, resume=first.run_dir)
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("[!.]*")} == before
     np.save(files[1], y)
-    assert run(longer, in_process=True, resume=first.run_dir).summary["epochs"] == 3
+    assert run(longer, in_process=True, resume=first.run_dir).summary.epochs == 3
 
 
 def test_an_extension_that_is_interrupted_is_an_unfinished_run(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_an_extension_that_is_interrupted_is_an_unfinished_run(tmp_path: Path) -
         with pytest.raises(Terminated):
             run(longer, in_process=True, resume=first.run_dir)
     assert not Path(first.run_dir, "result.json").exists()
-    assert run(longer, in_process=True, resume=first.run_dir).summary["epochs"] == 3
+    assert run(longer, in_process=True, resume=first.run_dir).summary.epochs == 3
 
 
 def test_another_optimizer_of_the_new_length_is_refused(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_run_that_died_before_its_result_was_written_has_the_same(tmp_path: Pa
     first = run(tiny_job(tmp_path), in_process=True)
     Path(first.run_dir, "result.json").unlink()
     resumed = run(tiny_job(tmp_path), in_process=True, resume=first.run_dir)
-    assert resumed.summary["final"] == first.summary["final"]
+    assert resumed.summary.final == first.summary.final
 
 
 def test_a_run_trains_for_a_time_and_its_lengths_are_replayed(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_run_trains_for_a_time_and_its_lengths_are_replayed(tmp_path: Path) ->
     horizon = {"policy": "stpt_horizon", "max_search_cost": 0.5}
     result = run(tiny_job(tmp_path / "a", **timed, learning_rate=horizon), in_process=True)
     epochs = read_lines(result.run_dir, "epochs")
-    assert result.summary["epochs"] == len(epochs) == epochs[-1]["epochs"]
+    assert result.summary.epochs == len(epochs) == epochs[-1]["epochs"]
     assert result.lrs[-1] < 0.5 * max(result.lrs) or len(result.lrs) == 1
     assert read_lines(result.run_dir, "events")[0]["kind"] == "length"
     schedule = {"policy": "replay", "schedule": f"{result.run_dir}/schedule.jsonl"}
@@ -232,7 +232,7 @@ def test_a_timed_run_resumes_with_the_time_that_is_left(tmp_path: Path) -> None:
     assert "reached the target, 0" in stopped["text"]
     shorter = job.model_copy(update={"train_for": 0.1, "stop": None})
     resumed = run(shorter, in_process=True, resume=first.run_dir)
-    assert resumed.summary["epochs"] == 2
+    assert resumed.summary.epochs == 2
     assert len(resumed.lrs) == len(first.lrs) + 1  # the time is over
     assert resumed.lrs[-1] == pytest.approx(first.lrs[-1], rel=0.1)
     assert read_scalars(Path(resumed.run_dir) / "tensorboard")["epoch/lr"][0] == len(resumed.lrs)
@@ -249,7 +249,7 @@ def test_patience_warns_while_the_rate_decays_and_ends_a_constant_one(tmp_path: 
     for shape, epochs, kind in (("linear", 4, "patience"), ("constant", 2, "stopped")):
         section = {"policy": "schedule", "shape": shape, "initial": 1e-12}
         result = run(tiny_job(tmp_path / shape, **data, learning_rate=section), in_process=True)
-        assert result.summary["epochs"] == epochs
+        assert result.summary.epochs == epochs
         [event] = read_lines(result.run_dir, "events")
         assert (event["kind"], event["epoch"]) == (kind, 2)
 

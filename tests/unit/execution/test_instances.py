@@ -68,7 +68,7 @@ def test_a_run_with_objects_leaves_them_and_resumes_with_them_alone(tmp_path: Pa
     assert "run(Job(…), resume=RUN)" in message
     resumed = run(longer, in_process=True, resume=result.run_dir)
     whole = run(longer, in_process=True)
-    assert resumed.summary["epochs"] == whole.summary["epochs"] == 3
+    assert resumed.summary.epochs == whole.summary.epochs == 3
     assert resumed.lrs[: len(result.lrs)] == result.lrs
 
     with pytest.raises(JobError, match=r"pass it again: .*load_model\(RUN, model=…\)"):
@@ -85,7 +85,7 @@ def test_a_loss_may_be_a_module(tmp_path: Path) -> None:
     given = run(job_of(tmp_path, task="classification", data=data, loss=loss), in_process=True)
     named = {"name": "cross_entropy", "label_smoothing": 0.1}
     same = run(job_of(tmp_path, task="classification", data=data, loss=named), in_process=True)
-    assert given.summary["final"]["train_loss"] == same.summary["final"]["train_loss"]
+    assert given.summary.final.train_loss == same.summary.final.train_loss
 
 
 class Logged(nn.Linear):

@@ -44,7 +44,7 @@ def test_the_examples_learn_and_name_their_metric(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = train(name, tmp_path)
-    metric = result.summary["final"]["metric"]["name"]
+    metric = result.summary.final.metric.name
     assert (
         metric
         == {
@@ -54,7 +54,7 @@ def test_the_examples_learn_and_name_their_metric(
             "multi_label": "correct_labels",
         }[name]
     )
-    assert result.test_metric == result.summary["final"]["test_metrics"][metric]
+    assert result.test_metric == result.summary.final.test_metrics[metric]
     first, last = read_lines(result.run_dir, "epochs")
     assert last["train_loss"] < first["train_loss"]
     assert f"test {metric}" in capsys.readouterr().out
