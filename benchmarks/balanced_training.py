@@ -23,14 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.in_process import open_learner
 from raytrain_opt import Job
 from raytrain_opt.clock import monotonic_s
-from raytrain_opt.data import load_shared_data
 from raytrain_opt.models import build_model
 from raytrain_opt.results import Steps
 from raytrain_opt.train.data_parallel import DataParallel
 from raytrain_opt.train.learner import Learner
-from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
 
 WARM_UP, SAMPLES_PER_WORKER, MICRO_BATCHES, SLOWER = 10, 128, 16, 4.0
@@ -171,9 +170,7 @@ def _rank(
         job = Job.model_validate(
             _job(workers, samples_per_worker, MICRO_BATCHES if run.by_speed else 1)
         )
-        config = LearnerConfig.from_job(job)
-        cpu = torch.device("cpu")
-        learner = Learner(config, load_shared_data(config.data), cpu, DataParallel)
+        learner = open_learner(job, DataParallel)
         net = cast(SleepingNet, learner.model)
         net.seconds = run.case(rank, workers, seconds / samples_per_worker)
         _train(learner, WARM_UP if run.by_speed else 1)

@@ -25,6 +25,7 @@ from raytrain_opt.errors import DivergedError
 from raytrain_opt.execution.training_run import TrainingRun
 from raytrain_opt.pools.commands import StateRef
 from raytrain_opt.search.policy import CandidateResult, Decision, TryCandidates
+from raytrain_opt.train.data_parallel import Parallel
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 
@@ -98,9 +99,10 @@ def observed_run(job: Job) -> Iterator[ObservedRun]:
             yield ObservedRun(run)
 
 
-def open_learner(job: Job) -> Learner:
-    """Build the job's learner on the CPU, with its data."""
-    return Learner(LearnerConfig.from_job(job), load_shared_data(job.data), torch.device("cpu"))
+def open_learner(job: Job, connect: type[Parallel] = Parallel) -> Learner:
+    """Build the job's learner on the CPU, with its data; `connect`: exchanges its gradients."""
+    config, shared = LearnerConfig.from_job(job), load_shared_data(job.data)
+    return Learner(config, shared, torch.device("cpu"), connect)
 
 
 def _accuracy_on_training_images(job: Job, trained: Learner) -> float:

@@ -32,16 +32,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.in_process import open_learner
 from raytrain_opt import Job
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.updates import ParallelSection
-from raytrain_opt.data import load_shared_data
 from raytrain_opt.optim.epoch_steps import ramp_factor
 from raytrain_opt.results import Steps
 from raytrain_opt.train import micro_batches
 from raytrain_opt.train.data_parallel import DataParallel, Parallel
 from raytrain_opt.train.learner import Learner
-from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
 
 MICRO_BATCHES = 8
@@ -126,9 +125,7 @@ def _train(rank: int, name: str, stage: Stage, steps: int, number: int, folder: 
     if stage.workers:
         join(rank, stage.workers, Path(folder) / f"meeting-{number}")
     job = job_of(JOBS[name])
-    learner = Learner(
-        LearnerConfig.from_job(job), load_shared_data(job.data), torch.device("cpu"), connect
-    )
+    learner = open_learner(job, connect)
     losses: tuple[float, ...] = ()
     if number:
         state, _, losses = pickle.loads(file.read_bytes())
