@@ -120,12 +120,7 @@ class PoolError(RaytrainOptError):
 
 
 class ResidentError(RaytrainOptError):
-    """Code raised inside a worker or slot; carries the process's name and its traceback."""
-
-    def __init__(self, message: str, resident: str, remote_traceback: str = "") -> None:
-        super().__init__(message, message, resident, remote_traceback)
-        self.resident = resident
-        self.remote_traceback = remote_traceback
+    """Code raised inside a worker or slot, which the message names; a note has its traceback."""
 
 
 def first_of(names: Sequence[str]) -> str:

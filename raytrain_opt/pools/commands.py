@@ -190,10 +190,11 @@ class Failure:
 
     def to_error(self, resident: str) -> Exception:
         """Return the error to raise in the driver; it names the resident that raised it."""
-        if isinstance(self.error, RaytrainOptError):
-            self.error.add_note(f"raised in {resident}:\n{self.traceback}")
-            return self.error
-        return ResidentError(f"{resident}: {self.error}", resident, self.traceback)
+        error = self.error
+        if not isinstance(error, RaytrainOptError):
+            error = ResidentError(f"{resident}: {error}")
+        error.add_note(f"raised in {resident}:\n{self.traceback}")
+        return error
 
 
 def to_failure(error: Exception) -> Failure:

@@ -101,7 +101,7 @@ class TestInOnePairOfPools:
     def test_an_exception_in_user_code_reaches_the_user(self, pools: EchoPools) -> None:
         with pytest.raises(ResidentError, match=r"slot \d: ValueError: planted failure") as caught:
             pools.slots.command(SendInitialState())
-        assert "in handle" in caught.value.remote_traceback
+        assert "in handle" in caught.value.__notes__[0]
 
 
 def test_a_slot_that_dies_too_often_is_given_up_and_the_others_continue(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_a_process_that_dies_is_tried_again_within_limits() -> None:
 
 def test_an_error_of_the_training_ends_the_search() -> None:
     def fail(_: int) -> Probe:
-        raise ResidentError("slot 0: planted", "slot 0", "trace")
+        raise ResidentError("slot 0: planted")
 
     for answers in ((fail, fits(500)), (fits(500), fail)):
         with pytest.raises(ResidentError, match="planted"):
