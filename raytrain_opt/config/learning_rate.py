@@ -92,6 +92,7 @@ class _Policy(Section):
     has_candidates: ClassVar[bool] = False
     searches_first: ClassVar[bool] = False
     is_found: ClassVar[bool] = False
+    is_recorded: ClassVar[bool] = False  # with the batch size and the length of its run
 
     policy: str
 
@@ -294,6 +295,7 @@ class ReplayPolicy(_Policy):
     candidate_batch: ClassVar[None] = None
     max_candidates: ClassVar[int] = 0
     is_found: ClassVar[bool] = True
+    is_recorded: ClassVar[bool] = True
     search_on: ClassVar[SearchOn] = "slots"
 
     policy: Literal["replay"]

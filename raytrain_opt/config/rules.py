@@ -51,7 +51,7 @@ def _length_rules(job: Job) -> Iterator[BrokenRule]:
         yield "epochs", "is required, or train_for in its place"
     if epochs and job.train_for:
         yield "train_for", "is given in place of epochs; remove one of the two"
-    fits_any_length = section.policy != "replay" and (section.decays or section.can_be_constant)
+    fits_any_length = not section.is_recorded and (section.decays or section.can_be_constant)
     if job.train_for and not fits_any_length:
         shapes = "schedule of shape constant, linear, polynomial or cosine"
         yield "train_for", f"needs policy stpt_horizon, or {shapes}"
@@ -121,7 +121,7 @@ def _batch_rules(job: Job) -> Iterator[BrokenRule]:
     batch, workers, count = job.global_batch_size, job.workers.size, job.parallel.micro_batches
     if job.batch_size_search:
         search = "find-batch-size or batch_size_search"
-        if job.learning_rate.policy == "replay":
+        if job.learning_rate.is_recorded:
             yield "batch_size_search", "a replayed schedule belongs to the batch size of its run"
         if not job.data.drop_last:
             yield "data.drop_last", f"must be true with {search}"
