@@ -162,9 +162,9 @@ def _try_network(
     from raytrain_opt.data.base import refuse_channels_last
     from raytrain_opt.optim.factory import EMBEDDING, group_parameters
     from raytrain_opt.optim.muon import orthogonalization_flops
+    from raytrain_opt.train.kernels import time_threads
     from raytrain_opt.train.pretrained import fit_pretrained, read_pretrained
     from raytrain_opt.train.task import build_task, find_metric_names
-    from raytrain_opt.train.thread_choice import time_threads
 
     shape, classes = info.sample_shape, info.num_classes
     if not is_function_name(job.model.name):

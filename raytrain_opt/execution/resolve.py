@@ -10,7 +10,7 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.config.section import is_function_name
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.optim.epoch_steps import EpochSteps, Length, epoch_steps, length_of
-from raytrain_opt.optim.scaling import ScalingRule, scale_lr
+from raytrain_opt.optim.schedules import ScalingRule, scale_lr
 from raytrain_opt.search.factory import build_policy, guessing_loss
 from raytrain_opt.search.optimizer_race import why_without_muon
 from raytrain_opt.search.policy import Policy

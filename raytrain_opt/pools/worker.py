@@ -10,7 +10,7 @@ import torch
 from raytrain_opt.clock import Stopwatch
 from raytrain_opt.config.learning_rate import CandidateBatch
 from raytrain_opt.monitoring import Sampler
-from raytrain_opt.optim.scaling import scale_lr
+from raytrain_opt.optim.schedules import scale_lr
 from raytrain_opt.pools.candidates import CandidateTrainer
 from raytrain_opt.pools.commands import (
     Command,

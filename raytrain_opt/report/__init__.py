@@ -1,7 +1,7 @@
 """The HTML report of a run, made from its records alone, so also for a run that was interrupted.
 
-Start reading with `page`, which lists the sections: `run_plots` and `run_tables` have what they
-show, drawn with `plots`. `run_reader` reads the records, `summary` judges them.
+Start reading with `page`, which lists the sections and has their tables; `run_plots` has their
+plots, drawn with `plots`. `run_reader` reads the records, `summary` judges them.
 
 May import `recording`, `terminal`, `search`, `config` and the foundations; neither torch nor Ray.
 """

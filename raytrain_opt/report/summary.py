@@ -169,3 +169,4 @@ def _edge(run: RunRecords) -> Iterator[str]:
 def _skipped(run: RunRecords) -> Iterator[str]:
     if skipped := sum(epoch.skipped for epoch in run.epochs):
         yield f"{times(skipped, 'sample')} skipped as unreadable (data.on_unreadable: skip)"
+    yield from (event.text for event in run.events if event.kind == "unreadable")

@@ -19,7 +19,7 @@ from raytrain_opt.config.batch_size import BatchSizeSection
 from raytrain_opt.config.updates import RampStep
 from raytrain_opt.errors import ResourcesError
 from raytrain_opt.optim.epoch_steps import Length, epoch_steps, ramp_factor
-from raytrain_opt.optim.scaling import ScalingRule
+from raytrain_opt.optim.schedules import ScalingRule
 from raytrain_opt.results import Probe
 
 # The linear rule holds for small factors: Goyal et al. needed a warm-up for 8 and more.

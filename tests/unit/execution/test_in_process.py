@@ -122,7 +122,7 @@ def test_a_resumed_run_computes_with_the_threads_that_it_began_with(
     monkeypatch.setattr("torch.set_num_threads", computed.append)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4))
-    timed, fast = "raytrain_opt.train.thread_choice.fewest_fast_threads", [3, 1]
+    timed, fast = "raytrain_opt.train.kernels.fewest_fast_threads", [3, 1]
     monkeypatch.setattr(timed, lambda *_: fast.pop(0))
     first = run(tiny_job(tmp_path, epochs=1, workers={"count": 1}), in_process=True)
     assert load_job(Path(first.run_dir, "job.yaml")).workers.threads == 3

@@ -1,15 +1,17 @@
-"""Schedules compared with written-out tables, and their laws."""
+"""Schedules and scaling rules compared with written-out tables, and their laws."""
 
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from raytrain_opt.config.learning_rate import SchedulePolicy
-from raytrain_opt.optim.schedules import lr_at
+from raytrain_opt.optim.schedules import lr_at, scale_lr
 
 R = math.sqrt(0.5)
 R3 = math.sqrt(3)
@@ -178,3 +180,29 @@ def test_a_warmup_in_updates_is_one_of_epochs_where_both_are_equally_long() -> N
 def test_arc_cotangent_keeps_its_precision_far_from_e() -> None:
     section = policy("arc_cotangent", math.pi, half_epoch=1, steepness=1.0)
     assert lr_at(section, 1e12 + 1, steps=4, steps_per_epoch=1) == pytest.approx(1e-12, rel=1e-12)
+
+
+RULES = ["linear", "sqrt", "none"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "lr", "from_size", "to_size", "expected"),
+    [
+        ("linear", 0.1, 256, 8192, 3.2),  # Goyal et al.
+        ("linear", 0.1, 256, 32768, 12.8),  # Akiba et al., who then train with half of it
+        ("linear", 0.1, 256, 64, 0.025),
+        ("sqrt", 0.01, 128, 512, 0.02),
+        ("sqrt", 0.4, 1024, 64, 0.1),
+        ("none", 0.3, 256, 8192, 0.3),
+    ],
+)
+def test_rate_for_another_batch(
+    rule: Any, lr: float, from_size: int, to_size: int, expected: float
+) -> None:
+    assert scale_lr(rule, lr, from_size, to_size) == pytest.approx(expected, rel=1e-12)
+
+
+def test_schedules_steps_and_scaling_do_not_import_torch() -> None:
+    code = "import sys; from raytrain_opt.optim import epoch_steps, schedules; "
+    code += "sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

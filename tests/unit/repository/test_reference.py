@@ -1,4 +1,4 @@
-"""The reference of the job file, generated from the models."""
+"""The references of the job file and the records, generated from the models."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from docs.job_tables import job_markdown
 from raytrain_opt.config.schema import Job
 from raytrain_opt.config.section import Section
+from raytrain_opt.recording.records import RecordPart
 
 
 def _subclasses(model: type[BaseModel]) -> set[type[BaseModel]]:
@@ -33,3 +34,9 @@ def test_every_row_has_four_cells_and_a_meaning() -> None:
     cells = [re.split(r"(?<!\\) \| ", row.strip("| ")) for row in rows]
     assert {len(row) for row in cells} == {4}
     assert all(meaning for *_, meaning in cells)
+
+
+def test_every_field_of_every_record_has_a_description() -> None:
+    for model in _subclasses(RecordPart):
+        for name, field in model.model_fields.items():
+            assert field.description, f"{model.__name__}.{name}"
