@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial, update_wrapper
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -58,11 +59,11 @@ class Callbacks:
                 self._callbacks.append(callback)
 
     def call(self, event: Event, value: object) -> None:
-        """Call this method of every callback, if it has it."""
+        """Call this method of every callback, if it has it, with a copy of the value."""
         self._epoch = getattr(value, "epoch", self._epoch)
         for callback in self._callbacks:
             with self._logged(type(callback).__name__, event):
-                getattr(callback, event, lambda _: None)(value)
+                getattr(callback, event, lambda _: None)(deepcopy(value))
 
     @contextmanager
     def _logged(self, name: str, method: str) -> Iterator[None]:

@@ -41,9 +41,10 @@ class Notes(Callback):
 
 
 class Broken(Callback):
-    """Fails in every epoch."""
+    """Changes its copy and fails in every epoch."""
 
     def on_epoch(self, record: EpochRecord) -> None:
+        record.test_metrics["accuracy"] = 70.0
         raise RuntimeError("planted failure")
 
 
@@ -66,6 +67,7 @@ def test_a_callback_is_called_for_everything_and_a_broken_one_is_noted(tmp_path:
     assert checkpoints[-1] == {"checkpoint": "epoch-0002", "exists": True}
     assert len(checkpoints) == 4  # after each round and each epoch
     assert notes[-1] == {"end": 2}
+    assert result.test_metric == result.summary.final.test_metrics["accuracy"] <= 1
     [event] = read_lines(result.run_dir, "events")  # once, not in every epoch
     assert event["kind"] == "callback"
     assert "Broken.on_epoch failed (RuntimeError: planted failure)" in event["text"]
