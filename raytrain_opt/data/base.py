@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 SourceSplit = Literal["train", "test", "final"]
 # Of gray and color images, and of color with alpha.
 CHANNELS = (1, 3, 4)
+# Of arrays and tensors: a second or two.
+DIGEST_BYTES = 2**30
 # Classes that are printed.
 _NAMES = 10
 # Of the columns' sizes. At this one a regression lost 5 points of R² (benchmarks/RESULTS.md).
@@ -177,6 +179,7 @@ class TrainingData(ABC):
 
     # Called for each batch between reading it and moving it to the device; probes time both.
     on_copy: Callable[[], None] = staticmethod(no_op)
+    skipped = 0  # unreadable samples that evaluations have left out
 
     def __init__(
         self,

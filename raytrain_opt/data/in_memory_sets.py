@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from raytrain_opt.config.data import ArraysData, ArraySetData
 from raytrain_opt.data.base import (
+    DIGEST_BYTES,
     DataSource,
     SourceSplit,
     channel_axis,
@@ -34,8 +35,6 @@ _TORCHVISION_SETS = {
     "cifar10": ("CIFAR10", "cifar-10-batches-py"),
     "cifar100": ("CIFAR100", "cifar-100-python"),
 }
-# A second or two.
-_DIGEST_BYTES = 2**30
 _DIGITS_TEST_FRACTION = 0.2
 
 
@@ -75,7 +74,7 @@ class DatasetArrays(DataSource):
     def digest(self) -> str:
         """Return a digest of labels and values; of more than a GiB, of samples evenly spread."""
         xs, labels = (self.train_x, self.test_x), (self.train_y, self.test_y)
-        every = (x[:: 1 + x.nbytes // _DIGEST_BYTES] for x in xs)
+        every = (x[:: 1 + x.nbytes // DIGEST_BYTES] for x in xs)
         return digest(np.ascontiguousarray(part).data for part in (*labels, *every))
 
 

@@ -14,12 +14,12 @@ from raytrain_opt.config.data import DatasetData
 from raytrain_opt.config.load import resolve_function
 from raytrain_opt.config.section import Instance, function_name
 from raytrain_opt.data.base import (
+    DIGEST_BYTES,
     SourceSplit,
     channel_axis,
     column_note,
     digest,
     layout_note,
-    spread,
 )
 from raytrain_opt.data.batch_reader import cause
 from raytrain_opt.data.nesting import leaves, map_leaves
@@ -28,7 +28,6 @@ from raytrain_opt.data.source import Sample, SampleSource
 from raytrain_opt.errors import DataError
 from raytrain_opt.random_state import seeded
 
-_COMPARED = 16  # samples of a TensorDataset
 # Types of x that a network gets as they are; all others become float32.
 KEPT = (torch.float32, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -96,9 +95,11 @@ class UserDatasetSource(SampleSource):
                 parts.append(np.asarray(dataset.indices, np.int64).tobytes())
                 dataset = dataset.dataset
             if type(dataset) is TensorDataset:
-                rows = list(spread(len(dataset), _COMPARED))
                 for tensor in dataset.tensors:
-                    dense = tensor[rows].detach().cpu().to_dense().contiguous()
+                    size = tensor.numel() * tensor.element_size()
+                    rows = torch.arange(0, len(tensor), 1 + size // DIGEST_BYTES)
+                    read = tensor.detach().index_select(0, rows.to(tensor.device))
+                    dense = read.cpu().to_dense().contiguous()
                     parts.append(dense.view(torch.uint8).numpy().tobytes())
         return digest(parts)
 

@@ -87,6 +87,11 @@ def arrays_section(root: Path) -> dict[str, Any]:
     return {"name": "arrays", **pairs}
 
 
+def tensors(root: str) -> tuple[TensorDataset, TensorDataset]:
+    data = TensorDataset(*(torch.from_numpy(np.load(f"{root}/train_{n}.npy")) for n in "xy"))
+    return data, data
+
+
 class WithTargets(TensorDataset):
     def __init__(self, targets: list[int], classes: tuple[str, ...]) -> None:
         super().__init__(torch.zeros(len(targets), 3), torch.tensor(targets))
@@ -145,6 +150,10 @@ CASES: dict[str, tuple[Change, Callable[[Path], dict[str, Any]], Change, str]] =
     ),
     "array value": (
         write_arrays, arrays_section, lambda root: write_arrays(root, 1), "samples, ",
+    ),
+    "tensor value": (
+        write_arrays, lambda root: {"name": tensors, "args": {"root": str(root)}},
+        lambda root: write_arrays(root, 1), "samples, ",
     ),
     "dataset order": (
         lambda root: write_targets(root, ALL), dataset_section,
