@@ -309,7 +309,11 @@ def count_flops(task: Task, model: nn.Module, batch: Batch) -> float:
 
 
 def on_cpu(leaf: Any) -> Any:
-    return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
+    """Return a tensor on the CPU, of 16 bits as float32, which numpy and all metrics take."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    leaf = leaf.detach().cpu()
+    return leaf.float() if leaf.dtype in (torch.bfloat16, torch.float16) else leaf
 
 
 def require_scalar(loss: object) -> None:
@@ -350,9 +354,11 @@ def check_loss(section: LossSection) -> list[Problem]:
     loss: Any = resolve_function(section.name, "loss.name")
     loss = loss.value if isinstance(loss, Instance) else loss
     is_weighted = getattr(loss, "weight", None) is not None
-    if _is_torchs(loss) and (is_weighted or loss.reduction != "mean"):
+    ignores = getattr(loss, "ignore_index", -1) >= 0  # labels are not negative
+    if _is_torchs(loss) and (is_weighted or ignores or loss.reduction != "mean"):
         rule = "must be the mean over samples that count alike, for any size of micro-batches"
-        hint = 'write reduction="mean", and weights as loss.class_weights of cross_entropy'
+        hint = 'write reduction="mean", weights as loss.class_weights of cross_entropy, and '
+        hint += "leave samples to ignore out of the data"
         return [Problem("loss.name", rule, repr(loss), hint)]
     return []
 
