@@ -58,9 +58,11 @@ def parameter_groups(
     in_norm = _parameters_of(model, _NORMALIZATION)
     in_embedding = _parameters_of(model, EMBEDDING)
     in_convolution = _parameters_of(model, (_ConvNd,))
-    unmatched = dict.fromkeys(multipliers)
+    unmatched, names_of = dict.fromkeys(multipliers), dict[int, list[str]]()
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(param), []).append(name)
     groups: dict[tuple[tuple[str, Any], ...], list[nn.Parameter]] = {}
-    for name, param in model.named_parameters():
+    for param in model.parameters():
         settings: dict[str, Any] = {}
         if exclude_bias_and_norm and (param.dim() < 2 or id(param) in in_norm):
             settings |= {"weight_decay": 0.0, "adapt": False}
@@ -71,14 +73,15 @@ def parameter_groups(
                 and min(len(matrix), matrix[0].numel()) >= 2
                 and id(param) not in in_norm | in_embedding
             )
-        if patterns := [pattern for pattern in multipliers if fnmatchcase(name, pattern)]:
+        names = names_of[id(param)]  # several of a tied one
+        if patterns := [p for p in multipliers if any(fnmatchcase(n, p) for n in names)]:
             settings["lr_multiplier"] = multipliers[patterns[0]]
         for pattern in patterns:
             unmatched.pop(pattern, None)
         groups.setdefault(tuple(settings.items()), []).append(param)
     for pattern in unmatched:
-        names = ", ".join(name for name, _ in [*model.named_parameters()][:3])
-        rule = f"{pattern!r} matches no parameter of this model ({names}, ...)"
+        first = ", ".join(names[0] for names in [*names_of.values()][:3])
+        rule = f"{pattern!r} matches no parameter of this model ({first}, ...)"
         raise JobError([Problem("optimizer", rule)])
     excluded_last = sorted(groups.items(), key=lambda item: ("adapt", False) in item[0])
     return [{"params": params, **dict(settings)} for settings, params in excluded_last]
@@ -110,20 +113,26 @@ _NO_PARAMETERS = "optimizer got an empty parameter list"
 _INITIAL_LR = 1e-3
 
 
+def check_step(optimizer_class: type[Optimizer]) -> list[Problem]:
+    """Return a problem if the optimizer's step needs arguments, as the closure of LBFGS."""
+    parameters = [*inspect.signature(optimizer_class.step).parameters.values()][1:]
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
+    if not needed:
+        return []
+    rule = f"cannot train here: its step() requires {', '.join(needed)}"
+    hint = "the loop computes the gradients and then calls step() without arguments"
+    return [Problem("optimizer.name", rule, optimizer_class.__name__, hint)]
+
+
 def check_optimizer(section: OptimizerSection) -> list[Problem]:
     """Return all problems of the section, of values by constructing without parameters."""
     try:
         optimizer_class = _resolve_class(section.name)
     except JobError as error:
         return error.problems
-    parameters = [*inspect.signature(optimizer_class.step).parameters.values()][1:]
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    if needed := [p.name for p in parameters if p.default is p.empty and p.kind not in variable]:
-        rule = f"cannot train here: its step() requires {', '.join(needed)}"
-        hint = "the loop computes the gradients and then calls step() without arguments"
-        return [Problem("optimizer.name", rule, optimizer_class.__name__, hint)]
     args = section.constructor_args
-    if problems := _check_arguments(optimizer_class, args):
+    if problems := check_step(optimizer_class) or _check_arguments(optimizer_class, args):
         return problems
     # A class of the user's that requires an argument rejects none at all for the same reason.
     message = _rejection(optimizer_class, args)

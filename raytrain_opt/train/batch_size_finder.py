@@ -17,6 +17,7 @@ from raytrain_opt.config.batch_size import BatchSizeSection
 from raytrain_opt.data.base import Batch
 from raytrain_opt.errors import DataError, JobError, Problem
 from raytrain_opt.optim.epoch_steps import Length
+from raytrain_opt.optim.factory import check_step
 from raytrain_opt.results import Probe
 from raytrain_opt.search.batch_size.strategy import ProbeRequest, SizeBounds, Updates, largest_size
 from raytrain_opt.search.factory import build_strategy
@@ -84,8 +85,11 @@ class MinibatchSizeOptimizer:
             loader: arguments of the DataLoader (num_workers, collate_fn, ...) except batch_size.
 
         Raises:
+            JobError: the optimizer's step needs a closure.
             ResourcesError: not even one sample fits into memory.
         """
+        if problems := check_step(type(optimizer)):
+            raise JobError(problems, "arguments")
         device = next(model.parameters()).device
         training = ProbedTraining(
             model,

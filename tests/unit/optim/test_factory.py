@@ -245,12 +245,18 @@ def test_any_optimizer_has_rates_by_parameter_name() -> None:
         assert rates == [2.0 * lr, 4.0 * lr, lr]
 
 
-@pytest.mark.parametrize(("values", "pattern"), [({"lr_multipliers": {"head.*": 2.0}}, "head")])
-def test_a_pattern_that_matches_no_parameter_is_an_error(
-    values: dict[str, Any], pattern: str
-) -> None:
-    with pytest.raises(JobError, match=rf"'{pattern}.*' matches no parameter.*0\.weight"):
-        build_optimizer(OptimizerSection(**values), norm_and_matrix(), steps_per_epoch=7)
+def test_a_tied_weight_has_the_rate_of_any_of_its_names() -> None:
+    first, second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+    second.weight = first.weight
+    section, model = OptimizerSection(lr_multipliers={"1.*": 2.0}), nn.Sequential(first, second)
+    [group] = build_optimizer(section, model, steps_per_epoch=7).param_groups
+    assert group["lr_multiplier"] == 2.0
+
+
+def test_a_pattern_that_matches_no_parameter_is_an_error() -> None:
+    section = OptimizerSection(name="SGD", lr_multipliers={"head.*": 2.0})
+    with pytest.raises(JobError, match=r"'head.\*' matches no parameter.*0\.weight"):
+        build_optimizer(section, norm_and_matrix(), steps_per_epoch=7)
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,9 @@ def test_wrong_settings_are_named() -> None:
         MinibatchSizeOptimizer(speed=1)
     with pytest.raises(JobError, match="throughput_knee"):
         MinibatchSizeOptimizer("fastest")
+    model, _, data = user_training()
+    with pytest.raises(JobError, match="LBFGS.*requires closure|requires closure.*LBFGS"):
+        MinibatchSizeOptimizer().apply(model, torch.optim.LBFGS(model.parameters()), data)
 
 
 def test_a_loader_without_a_full_batch_is_an_error() -> None:
