@@ -189,7 +189,9 @@ def own_sampler(name: str | Sampler) -> Sampler | None:
         is_right = order.shape == samples.shape and order.dtype.kind in "iu"
         if not is_right or not np.isin(order, samples).all():
             rule = f"must return {len(samples)} of the samples that it gets, in the order to train"
-            raise DataError("data.sampler", f"{function_name(name)} {rule}; it returned {order}")
+            raise DataError(
+                "data.sampler", f"{function_name(name)} {rule}; it returned {order!r:.100}"
+            )
         return order.astype(np.int64)
 
     return draw

@@ -125,7 +125,7 @@ class TrainedModel(ModelDescription):
     def preprocess(self, samples: Sequence[Any]) -> Tensor:
         """Return a batch for the network, on its device.
 
-        Samples are arrays as the training data had them (images: uint8 [height, width, channels]),
+        Samples are arrays as the training data had them (images: uint8, channels last or first),
         or images of any size: PIL's, paths of files, or their bytes. Raises DataError for an array
         of another shape, OSError or ImageError for a file that cannot be read.
         """
@@ -133,6 +133,11 @@ class TrainedModel(ModelDescription):
         if is_image:
             shape = (*shape[1:], shape[0])
         arrays = [self._image(sample) if is_image else np.asarray(sample) for sample in samples]
+        if is_image:  # channels first, where that can be told
+            arrays = [
+                a.transpose(1, 2, 0) if shape != a.shape == self.sample_shape else a
+                for a in arrays
+            ]
         for array in arrays:
             if array.shape != shape or (is_image and array.dtype != np.uint8):
                 kind = "uint8 " if is_image else ""

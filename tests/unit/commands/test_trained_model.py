@@ -129,6 +129,7 @@ def test_gray_images_and_other_sizes_fit_the_network(digits: str) -> None:
     model = load_model(digits, device="cpu")
     pixels = np.random.default_rng(0).integers(0, 256, (8, 8), dtype=np.uint8)
     exact = model.preprocess([pixels[..., None]])
+    assert torch.equal(model.preprocess([pixels[None]]), exact)
     assert torch.equal(model.preprocess([Image.fromarray(pixels)]), exact)
     color = Image.fromarray(np.repeat(pixels[..., None], 3, axis=2))
     assert torch.allclose(model.preprocess([color]), exact, atol=0.02)
