@@ -21,8 +21,8 @@ def utc_now() -> str:
 class Stopwatch:
     """Seconds of the named parts of a phase; parts of the same name add up."""
 
-    def __init__(self) -> None:
-        self.timings_s: dict[str, float] = {}
+    def __init__(self, timings_s: dict[str, float] | None = None) -> None:
+        self.timings_s = {} if timings_s is None else timings_s
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:

@@ -174,6 +174,7 @@ class EvalTotals:
     failure: str = ""  # the exception that made the loss NaN
     loss_squares: float = 0.0  # sum of the squares of the losses
     samples_per_loss: int = 1  # the batch size, where a task gives its mean loss alone
+    skipped: int = 0  # samples beside these that could not be read
     outputs: dict[str, list[Any]] | None = None  # of each batch, for a task's `aggregate`
     aggregated: dict[str, float] = field(default_factory=dict)  # what that returned
 

@@ -145,4 +145,5 @@ def add_parts(parts: Sequence[EvalTotals]) -> EvalTotals:
         predictions=Predictions.join([part.predictions for part in parts]),
         failure=next((part.failure for part in parts if part.failure), ""),
         loss_squares=sum(part.loss_squares for part in parts),
+        skipped=sum(part.skipped for part in parts),
     )

@@ -125,6 +125,7 @@ class DataLoaderData(TrainingData):
     ) -> Iterator[Batch]:
         unreadable, is_empty = None, True
         for loaded in self._loader.load(_fetched(self.source, requests)):
+            self.skipped += loaded.skipped if evaluation else 0
             if evaluation and loaded.skipped and loaded.error is not None:
                 unreadable = loaded.error
                 continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -35,16 +35,16 @@ class Startup:
         self.marks_s.setdefault(name, monotonic_s() - self.began_s)
 
 
-@dataclass(frozen=True)
+@dataclass
 class PartialEpoch:
     """The part of an epoch that is done: the first steps of its training."""
 
-    steps: Steps = NO_STEPS  # that were kept
+    steps: Steps = NO_STEPS  # on the way to the weights
     duration_s: float = 0.0
     timings_s: dict[str, float] = field(default_factory=dict)
     train: TrainTotals | None = None  # of the steps of the main training
     staleness: dict[int, int] | None = None
-    round: RoundProgress | None = None  # that follows the complete ones
+    round: RoundProgress | None = None  # in progress; it follows the complete ones
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class RunProgress:
     history: History = History()
     search_samples: int = 0  # the search cost: all but `kept_samples`
     kept_samples: int = 0  # trained on the way to the present weights
-    partial_epoch: PartialEpoch = PartialEpoch()
+    partial_epoch: PartialEpoch = field(default_factory=PartialEpoch)
     data: DataFingerprint | None = None  # that were trained on
     job: dict[str, Any] | None = None  # every field of the job, by its path
 
@@ -100,18 +100,18 @@ _PROGRESS = TypeAdapter(RunProgress)
 
 
 @dataclass
-class EpochMetrics:
+class EpochMetrics(PartialEpoch):
     """Measurements of the current epoch until it is recorded."""
 
-    started_s: float
-    stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    started_s: float = field(default_factory=monotonic_s)  # later, by the time of interruptions
     results: Sequence[CandidateResult] = ()  # of the round in progress
-    round: RoundProgress | None = None  # in progress
-    steps: Steps = NO_STEPS  # on the way to the weights
     is_ruined: bool = False  # by a loss or weights that are not finite: training starts again
-    train: TrainTotals | None = None
     test: EvalTotals | None = None
-    staleness: dict[int, int] | None = None
+
+    @property
+    def stopwatch(self) -> Stopwatch:
+        """Adds to the timings."""
+        return Stopwatch(self.timings_s)
 
     @property
     def train_loss(self) -> float:
@@ -136,29 +136,11 @@ class EpochMetrics:
             self.round = RoundProgress(action)
         return self.round
 
-    @classmethod
-    def resumed(cls, partial: PartialEpoch) -> EpochMetrics:
-        """Continue the timing from the seconds spent before the interruption."""
-        metrics = cls(
-            monotonic_s() - partial.duration_s,
-            steps=partial.steps,
-            train=partial.train,
-            staleness=partial.staleness,
-            round=partial.round,
-        )
-        metrics.stopwatch.timings_s.update(partial.timings_s)
-        return metrics
-
     def partial(self) -> PartialEpoch:
         """Return what a run resumed now needs of this epoch."""
-        return PartialEpoch(
-            self.steps,
-            monotonic_s() - self.started_s,
-            dict(self.stopwatch.timings_s),
-            self.train,
-            self.staleness,
-            self.round,
-        )
+        values = {field.name: getattr(self, field.name) for field in fields(PartialEpoch)}
+        values |= {"timings_s": dict(self.timings_s), "duration_s": monotonic_s() - self.started_s}
+        return PartialEpoch(**values)
 
     def schedule(
         self, epoch: int, optimizer: OptimizerSection, *, restarts: bool
@@ -196,12 +178,13 @@ def epoch_record(
         test_metrics=dict(test.means) if test else {},
         metric=test.metric if test else None,
         test_samples=test.samples if test else 0,
+        test_skipped=test.skipped if test else 0,
         workers=workers,
         samples=train.samples,
         samples_per_s=train.samples / train.duration_s if train.duration_s else 0.0,
         skipped=train.skipped,
         duration_s=monotonic_s() - metrics.started_s,
         end_s=end_s,
-        timings_s=dict(metrics.stopwatch.timings_s),
+        timings_s=dict(metrics.timings_s),
         staleness=metrics.staleness,
     )

@@ -65,10 +65,10 @@ class TrainingRun:
         self.recorder, self.checkpoints = recorder, checkpoints
         self.event_log, self.callbacks = event_log, callbacks
         self.length = TrainingLength(resolved, self.event_log)
-        self._epoch = EpochMetrics(monotonic_s())
+        self._epoch = EpochMetrics()
         self._lrs: list[float] = []  # of the finished epochs, which schedule.jsonl holds
         self._announced = self.checkpoints.latest
-        self._workers_ready = False
+        self._workers_ready, self._unreadable = False, 0  # test samples
         self._initial: TrainingState | None = None  # while the training may start again
         self._in_round = False  # candidates are trained
         self._at_work = pools.workers.size  # in the latest epoch
@@ -218,10 +218,16 @@ class TrainingRun:
         """Evaluate a split; a signal meanwhile saves the state."""
         try:
             with self._measure("evaluate"):
-                return self.pools.main_training.evaluate(state, split)
+                totals = self.pools.main_training.evaluate(state, split)
         except KeyboardInterrupt:
             self._save_step(state)
             raise
+        if split != "validation" and totals.skipped > self._unreadable:
+            self._unreadable = totals.skipped
+            text = f"samples of the {split} set that cannot be read: {totals.skipped}; its "
+            text += "metrics are those of the others"
+            self.event_log.log("unreadable", self.progress.next_epoch, text)
+        return totals
 
     def _add_main_training(self, command: MainTrain, outcome: TrainingOutcome) -> None:
         self.startup.mark("first_step_s")  # where no worker has reported a step
@@ -292,7 +298,7 @@ class TrainingRun:
             self._lrs += self._epoch.steps.lrs
             is_ruined = self._epoch.is_ruined
             # The next epoch starts where this record's time ends, so that no time is lost.
-            self._epoch = EpochMetrics(self._epoch.started_s + record.duration_s)
+            self._epoch = EpochMetrics(started_s=self._epoch.started_s + record.duration_s)
             ends = self.length.after_epoch(record)
             self.terminal.epoch(record)
             self.callbacks.call("on_epoch", record)
@@ -361,12 +367,12 @@ class TrainingRun:
         folder = self.paths.checkpoints / checkpoint.folder
         state, progress, candidates = read_checkpoint(folder)
         self.progress = replace(RunProgress.from_json(progress), job=job_fields(self.job))
-        self._epoch = EpochMetrics.resumed(self.progress.partial_epoch)
-        epoch = self.progress.next_epoch
+        partial, epoch = self.progress.partial_epoch, self.progress.next_epoch
+        self._epoch = EpochMetrics(**vars(partial), started_s=monotonic_s() - partial.duration_s)
         self.recorder.truncate_after(len(self.history.decisions), epoch - 1)
         self._lrs = [lr for e in self.recorder.read(ScheduleRecord) for lr in e.steps.lrs]
         text = f"resumed after {checkpoint.text}"
-        self.event_log.resume_clock(epoch, text, self.progress.partial_epoch.duration_s)
+        self.event_log.resume_clock(epoch, text, partial.duration_s)
         self.length.resume(self.recorder.read(EpochRecord), self.history)
         if self._epoch.round is not None:
             put = self.pools.states.put

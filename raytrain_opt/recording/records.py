@@ -182,6 +182,7 @@ class EpochRecord(EpochResult, Record):
     )
     weight_decay_factor: float = Field(description="Factor on the optimizer's weight decay.")
     test_samples: int = Field(description="Test samples.")
+    test_skipped: int = Field(0, description="Others left out because they could not be read.")
     workers: int = Field(description="Workers that trained the epoch.")
     samples: int = Field(description="Samples of the main training.")
     samples_per_s: float = Field(description="Speed of the main training.")
@@ -324,7 +325,8 @@ class Event(Record):
             "is left out of the search), `overfitting` (more weight decay), `collapsed` (training "
             "starts again at a lower rate), `diverged` (what such a training raised), `length` "
             "(with `train_for`, or changed by a resume), `patience` (lost, training continues), "
-            "`stopped` (by the `stop` section), `resumed`, `interrupted`, `failed`."
+            "`unreadable` (test samples), `stopped` (by the `stop` section), `resumed`, "
+            "`interrupted`, `failed`."
         )
     )
     text: str = Field(description="What happened, as text.")

@@ -51,6 +51,7 @@ def evaluate(
     """Evaluate this rank's samples of the split, see `Learner.evaluate`."""
     started_s, samples = monotonic_s(), 0
     model, task, data, names = learner.model, learner.task, learner.data, learner.metric_names
+    skipped_before = data.skipped
     outputs: dict[str, list[Any]] | None = {} if aggregates(task) else None
     sums = torch.zeros(len(names) + 1, device=learner.device, dtype=torch.float64)
     model.eval()
@@ -89,6 +90,7 @@ def evaluate(
         predictions,
         loss_squares=loss_squares,
         samples_per_loss=batch_size if gives_means else 1,
+        skipped=data.skipped - skipped_before,
         outputs=outputs,
     )
 
@@ -108,16 +110,17 @@ def add_ranks(task: Task, part: EvalTotals, device: torch.device) -> EvalTotals:
     samples, if the loss is finite. Raises DataError.
     """
     grouped = dist.is_initialized()
-    columns = (part.samples, part.loss_squares, *part.sums.values())
+    columns = (part.samples, part.skipped, part.loss_squares, *part.sums.values())
     sums = torch.tensor(columns, dtype=torch.float64, device=device)
     if grouped:
         dist.all_reduce(sums)
-    samples, squares, *values = sums.tolist()
+    samples, skipped, squares, *values = sums.tolist()
     totals = replace(
         part,
         samples=int(samples),
         sums=dict(zip(part.sums, values, strict=True)),
         loss_squares=squares,
+        skipped=int(skipped),
         failure=first_failure(part.failure, sum(values)),
     )
     if not aggregates(task):

@@ -399,6 +399,7 @@ def test_of_batches_without_readable_samples_those_of_an_evaluation_are_passed_o
     )
     with open_section(section) as data:
         assert [b.y.tolist() for b in data.eval_batches("test", 0, 1, 3)] == [[1, 1, 1]]
+        assert data.skipped == 3
         indices = ((step, 0) for step in range(20))
         with pytest.raises(DataError, match=r"no sample of a batch .*\.png"):
             list(data.train_batches(0, indices, 1, 1))

@@ -26,11 +26,12 @@ from raytrain_opt.train.task import (
     check_task,
     count_flops,
     find_metric_names,
+    keep_outputs,
     metric_of,
 )
 
 OUTPUT = torch.tensor([[2.0, 0.0, -1.0], [0.5, 1.5, 1.0]])
-LABELS = torch.tensor([0, 2])
+LABELS, ONES = torch.tensor([0, 2]), torch.ones(3)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5])
@@ -68,7 +69,7 @@ def test_users_function_must_return_the_mean(function: Any, message: str) -> Non
         loss(OUTPUT, LABELS)
 
 
-@pytest.mark.parametrize("wrong", [{"weight": torch.ones(3)}, {"reduction": "sum"}])
+@pytest.mark.parametrize("wrong", [{"weight": ONES}, {"reduction": "sum"}, {"ignore_index": 0}])
 def test_a_loss_whose_mean_depends_on_the_micro_batches_is_refused(wrong: dict[str, Any]) -> None:
     [problem] = check_loss(LossSection.model_validate({"name": nn.CrossEntropyLoss(**wrong)}))
     assert "must be the mean over samples that count alike" in str(problem)
@@ -248,7 +249,7 @@ def test_wrong_metrics_of_a_later_batch_are_refused(metrics: Any, message: str) 
     task, batch = Wrong(), Batch({"x": torch.ones(4, 3), "y": torch.ones(4)}, None)
     task.metrics = metrics
     info = SimpleNamespace(test_size=4, final_size=0, validation_size=0)
-    data = SimpleNamespace(info=info, eval_batches=lambda *_: iter([batch]))
+    data = SimpleNamespace(info=info, skipped=0, eval_batches=lambda *_: iter([batch]))
     learner: Any = SimpleNamespace(
         model=nn.Linear(3, 1), task=task, data=data, metric_names=("loss", "error"), device="cpu",
         config=SimpleNamespace(eval_batch_size=4), seed=lambda _: None,
@@ -256,6 +257,12 @@ def test_wrong_metrics_of_a_later_batch_are_refused(metrics: Any, message: str) 
     )  # fmt: skip
     with pytest.raises(DataError, match=message):
         evaluate(learner, "test", 0, 1, lambda *_: None)
+
+
+def test_outputs_of_16_bits_are_kept_as_float32() -> None:
+    outputs: dict[str, list[Any]] = {}
+    keep_outputs(outputs, {"score": OUTPUT.bfloat16()})
+    assert outputs["score"][0].dtype == torch.float32
 
 
 @pytest.mark.parametrize("wrong", [{"metric": 3}, {"higher_is_better": "max"}])
