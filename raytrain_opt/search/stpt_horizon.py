@@ -64,8 +64,8 @@ _USUAL_UPDATES = 100
 _USUAL_COST, _DECISIVE_STEPS, _SMALL_SEARCH_FLOPS = 0.2, 300, 1e14
 # Lengths of the candidates, after which a training has to be better than a guess.
 _LENGTHS = 2
-# The updates of the search that follows one whose result is not clear, and how many times as long
-# its candidates have to be.
+# The updates of the search that follows one whose result is not clear, in a small training (in one
+# of 2,400 updates it gains nothing), and how many times as long its candidates have to be.
 _LONG_SEARCH, _LONGER = 1000, 1.5
 
 
@@ -121,6 +121,8 @@ class HorizonStpt(Policy):
             return [fraction * updates]
         affordable = min(updates, _SMALL_SEARCH_FLOPS / max(self.facts.step_flops, 1.0))
         usual = max(fraction * updates, min(_DECISIVE_STEPS, affordable))
+        if usual > _DECISIVE_STEPS:  # not a small training
+            return [usual]
         return [usual, min(_LONG_SEARCH, affordable - usual)]
 
     def _races(self, history: History) -> list[OptimizerRace]:

@@ -40,24 +40,6 @@ def quickstart(storage: str, **changes: Any) -> Job:
     return Job.model_validate(values | short | {"storage_path": storage} | changes)
 
 
-def large_batch_job(folder: Path) -> Job:
-    """Return a job with all parts for large batches together."""
-    kit = {
-        "optimizer": {"name": "LARS", "args": {"momentum": 0.9, "trust_coefficient": 0.01}},
-        "learning_rate": {
-            "policy": "schedule",
-            "shape": "arc_cotangent",
-            "initial": 0.5,
-            "scaling": {"reference_batch_size": 32},
-        },
-        "batch_norm": {"momentum": 0.2, "recalibrate_batches": 4},
-        "batch_ramp": [{"epoch": 2, "factor": 2}],
-        "parallel": {"gradient_buckets": [1, 2], "compression": "bf16"},
-        "loss": {"name": "cross_entropy", "label_smoothing": 0.1},
-    }
-    return small_job(folder, **kit)
-
-
 def read_lines(run_dir: str, name: str) -> list[dict[str, Any]]:
     """Return the lines of a record of JSON lines."""
     text = (Path(run_dir) / f"{name}.jsonl").read_text(encoding="utf-8")

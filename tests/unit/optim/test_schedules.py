@@ -182,9 +182,6 @@ def test_arc_cotangent_keeps_its_precision_far_from_e() -> None:
     assert lr_at(section, 1e12 + 1, steps=4, steps_per_epoch=1) == pytest.approx(1e-12, rel=1e-12)
 
 
-RULES = ["linear", "sqrt", "none"]
-
-
 @pytest.mark.parametrize(
     ("rule", "lr", "from_size", "to_size", "expected"),
     [
