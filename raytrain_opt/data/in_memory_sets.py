@@ -211,7 +211,7 @@ def check_labels(array: NamedArray, num_classes: float = math.inf) -> None:
     """Raise DataError unless these are class indices below `num_classes`."""
     y = array.values
     if not np.issubdtype(y.dtype, np.integer) or y.ndim != 1 or len(y) == 0:
-        rule = "labels must be integer class indices of shape [samples]"
+        rule = "labels must be integer class indices of shape [samples], one or more"
         raise array.error(f"has type {y.dtype} and shape {y.shape}; {rule}")
     if (is_wrong := (y < 0) | (y >= num_classes)).any():
         first = int(is_wrong.argmax())

@@ -58,7 +58,7 @@ def find_run(job: Job, resume: str | None) -> tuple[Job, str | None]:
     job = job.model_copy(update={"workers": workers})
     has_new_length = check_continues(job, _settled_fields(unfinished, run_dir), run_dir)
     if resume is not None and not has_new_length and _is_finished(run_dir):
-        hint = f"to train longer: {resume_command(run_dir, job)} --set epochs=N"
+        hint = f"with more epochs: {resume_command(run_dir, job, '--set epochs=N')}"
         rule = f"has finished; see {storage.join(run_dir, 'report.html')}"
         raise JobError([Problem("--resume", rule, repr(run_dir), hint)], "arguments")
     return job, run_dir
