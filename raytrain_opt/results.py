@@ -226,7 +226,7 @@ class Probe:
     samples_per_s_error: float = math.nan  # standard error
     steps: int = 0
     duration_s: float = 0.0
-    timings_s: dict[str, float] = field(default_factory=dict)  # means of a step (`step_timer`)
+    timings_s: dict[str, float] = field(default_factory=dict)  # means of a step (`STEP_PARTS`)
     utilization_pct: float = math.nan  # mean of the top half of the samples
     utilization_mean_pct: float = math.nan  # of all
     peak_memory_mib: float = math.nan

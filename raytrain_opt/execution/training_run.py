@@ -224,8 +224,7 @@ class TrainingRun:
             raise
         if split != "validation" and totals.skipped > self._unreadable:
             self._unreadable = totals.skipped
-            text = f"samples of the {split} set that cannot be read: {totals.skipped}; its "
-            text += "metrics are those of the others"
+            text = f"unreadable samples that metrics of the {split} set lack: {totals.skipped}"
             self.event_log.log("unreadable", self.progress.next_epoch, text)
         return totals
 

@@ -70,13 +70,8 @@ class LARS(BatchedOptimizer):
         trust_coefficient: float = 0.001,
         eps: float = 1e-8,
     ) -> None:
-        settings = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "trust_coefficient": trust_coefficient,
-            "eps": eps,
-        }
+        settings = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "eps": eps}
+        settings["trust_coefficient"] = trust_coefficient
         self._check(settings)
         super().__init__(params, {**settings, "adapt": True})
 
@@ -153,14 +148,9 @@ class RMSpropWarmup(BatchedOptimizer):
         period_epochs: float = 5.0,
         steps_per_epoch: int,
     ) -> None:
-        settings = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "rmsprop_scale": rmsprop_scale,
-            "center_epochs": center_epochs,
-            "period_epochs": period_epochs,
-        }
+        settings = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        settings |= {"rmsprop_scale": rmsprop_scale, "center_epochs": center_epochs}
+        settings["period_epochs"] = period_epochs
         self._check(settings)
         if not period_epochs:
             raise ValueError(f"RMSpropWarmup: period_epochs must be above 0, not {period_epochs}")

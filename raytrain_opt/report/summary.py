@@ -169,4 +169,4 @@ def _edge(run: RunRecords) -> Iterator[str]:
 def _skipped(run: RunRecords) -> Iterator[str]:
     if skipped := sum(epoch.skipped for epoch in run.epochs):
         yield f"{times(skipped, 'sample')} skipped as unreadable (data.on_unreadable: skip)"
-    yield from (event.text for event in run.events if event.kind == "unreadable")
+    yield from (e.text.capitalize() for e in run.events if e.kind == "unreadable")

@@ -108,7 +108,8 @@ class OptimizerRace:
             return replace(
                 choice,
                 reason=self._compared(chosen, finalists) + choice.reason,
-                is_clear=chosen.best == best and doubt(best, chosen.best_coarse.val_loss) < 1,
+                is_clear=chosen.is_solved
+                or (chosen.best == best and doubt(best, chosen.best_coarse.val_loss) < 1),
             )
         is_guess = untrained == self.guessing_loss
         kind = "of a guess by class" if is_guess else "of a network that hardly trained"

@@ -8,7 +8,8 @@ All candidates train a full schedule, compressed into few steps, from the initia
     peak     mean of the fine log rates, weighted by a power of their gain: how much lower their
              loss is than at a rate a decade below in few steps, which hardly trains
 
-A stage is extended beyond an edge when its best rate is at the edge. A search is a generator: it
+A stage is extended beyond an edge when its best rate is at the edge. Of rates that learn all there
+is, the smallest is the best: their losses say nothing more. A search is a generator: it
 yields requests and is sent their results. So the search of a run is repeated from the recorded
 results whenever the policy has to decide. Why each rule is there: docs/learning-rate.md.
 
@@ -32,8 +33,9 @@ _PER_DECADE = 2
 _SPACING = {COARSE: _PER_DECADE, FINE: 1}
 _FIRST_OFFSETS = (-1, 0, 1)
 
-# A candidate is hardly worse than the best if its loss is higher by at most this fraction.
-TOLERANCE = 0.02
+# A candidate is hardly worse than the best if its loss is higher by at most this fraction. It has
+# learned all there is with at most this fraction of the loss of the smallest rate.
+TOLERANCE, _NOTHING_LEFT = 0.02, 0.01
 # The weight of a fine candidate is this power of its gain.
 _GAIN_POWER = 4
 # In the mean of the logarithms, a lower usual rate counts as this many steps of a candidate, and
@@ -121,6 +123,7 @@ class _Stage:
 
     name: str
     steps: int
+    coarse: _Stage | None = None  # the stage before
     results: dict[int, CandidateResult] = field(default_factory=dict)
 
     @property
@@ -136,12 +139,19 @@ class _Stage:
     def lowest_loss(self) -> float:
         return min((result.val_loss for result in self.alive.values()), default=math.inf)
 
+    @property
+    def solved(self) -> tuple[int, ...]:
+        """The points whose candidates have learned all there is."""
+        coarse = (self.coarse or self).alive
+        limit = _NOTHING_LEFT * max(coarse[min(coarse)].val_loss, 0.0)
+        return tuple(p for p, result in self.alive.items() if 0 <= result.val_loss <= limit)
+
     def largest(self, tolerance: float) -> int:
         """Return the largest point whose loss exceeds the lowest by at most this fraction."""
-        lowest = self.lowest_loss
-        limit = lowest + tolerance * abs(lowest)
-        points = [point for point, result in self.alive.items() if result.val_loss <= limit]
-        return max(points) if lowest else min(points)  # losses of 0 say nothing of larger rates
+        if self.solved and self.lowest_loss >= 0:
+            return min(self.solved)
+        limit = self.lowest_loss + tolerance * abs(self.lowest_loss)
+        return max(point for point, result in self.alive.items() if result.val_loss <= limit)
 
     def beyond_edge(self) -> int | None:
         """Return the point past the edge where the best is; below all points if all diverged."""
@@ -149,7 +159,7 @@ class _Stage:
         if not self.alive:
             return min(self.results) - spacing
         center = self.largest(TOLERANCE if self.name == COARSE else 0.0)
-        if center == max(self.results):
+        if center == max(self.results) and not self.solved:
             return center + spacing
         return center - spacing if center == min(self.results) else None
 
@@ -174,6 +184,11 @@ class PeakSearch:
     def best(self) -> CandidateResult:
         """The best candidate of the last stage."""
         return self._last.best
+
+    @property
+    def is_solved(self) -> bool:
+        """Whether that has learned all there is."""
+        return bool(self._last.solved)
 
     @property
     def best_coarse(self) -> CandidateResult:
@@ -208,7 +223,7 @@ class PeakSearch:
         reason = f"about {lr} is best in {coarse_steps} steps: next {_span(points)}"
         if against:
             points, reason = (center,), f"{lr}, the best in fewer steps, against {against}"
-        self._last = _Stage(FINE, steps)
+        self._last = _Stage(FINE, steps, self._coarse)
         return (yield from self._try(points, reason, limit))
 
     def _try(self, points: tuple[int, ...], reason: str, limit: float = math.inf) -> _Requests:
@@ -247,14 +262,16 @@ class PeakSearch:
         gains = {p: max(0.0, self.untrained_loss - r.val_loss) for p, r in stage.alive.items()}
         highest = gains[best]
         weights = {best: 1.0}
-        if highest:
-            weights = {point: (gain / highest) ** _GAIN_POWER for point, gain in gains.items()}
+        reason = f"smallest rate that learns all there is, {point_to_lr(best):.3g}"
+        if not stage.solved:
+            if highest:
+                weights = {point: (gain / highest) ** _GAIN_POWER for point, gain in gains.items()}
+            gaining = [point_to_lr(p) for p, gain in gains.items() if 2 * gain >= highest]
+            reason = (
+                f"weighted mean of the rates that reduce the loss, {min(gaining):.3g} to "
+                f"{max(gaining):.3g} (best {point_to_lr(best):.3g})"
+            )
         center = math.fsum(p * w for p, w in weights.items()) / math.fsum(weights.values())
-        gaining = [point_to_lr(p) for p, gain in gains.items() if 2 * gain >= highest]
-        reason = (
-            f"weighted mean of the rates that reduce the loss, {min(gaining):.3g} to "
-            f"{max(gaining):.3g} (best {point_to_lr(best):.3g})"
-        )
         if self.peak_factor != 1:
             center += _PER_DECADE * math.log10(self.peak_factor)
             reason = f"{self.peak_factor:g} x the {reason}"

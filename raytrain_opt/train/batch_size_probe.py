@@ -31,9 +31,9 @@ from raytrain_opt.optim.averaging import use_weights
 from raytrain_opt.optim.update import update_weights
 from raytrain_opt.results import Probe
 from raytrain_opt.train.learner import Learner
+from raytrain_opt.train.micro_batches import STEP_PARTS, step_timer_for
 from raytrain_opt.train.phase import is_out_of_memory
 from raytrain_opt.train.state import capture, restore
-from raytrain_opt.train.step_timer import STEP_PARTS, step_timer_for
 
 _MIB = 1024**2
 # Steps before timing starts, and the least number of timed steps.

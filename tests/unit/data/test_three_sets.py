@@ -98,7 +98,7 @@ def test_the_best_epoch_is_looked_at_once_and_mistakes_name_their_files(
     [evaluated] = evaluate_runs([result.run_dir], ensemble=False).runs
     assert evaluated.changes == ""
     [event] = read_lines(result.run_dir, "events")  # once
-    assert event["text"].startswith("samples of the test set that cannot be read: 1; ")
+    assert event["text"] == "unreadable samples that metrics of the test set lack: 1"
     assert evaluated.samples == len(list(predict_test_set(find_run(result.run_dir, False)))) == 6
     assert len(read_lines(result.run_dir, "epochs")) == 3
     phases = [(line["epoch"], line["phase"]) for line in read_lines(result.run_dir, "timeline")]

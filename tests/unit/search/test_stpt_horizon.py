@@ -376,13 +376,18 @@ class Separable(Surface):
     """A few samples that large rates fit exactly, however large they are."""
 
     def result(self, action: TryCandidates, candidate: Candidate) -> CandidateResult:
-        return result(candidate, [0.0 if candidate.lr > 0.5 else 1.0] * BLOCKS)
+        loss = self.best / candidate.lr if candidate.lr > 0.5 else 1.0
+        return result(candidate, [loss] * BLOCKS)
 
 
-def test_losses_of_zero_lead_to_no_larger_rates() -> None:
-    training = trained(horizon(), Separable())
-    assert max(lr for action in training.rounds for lr in rates(action)) <= 10
-    assert 0.1 < training.peak < 3
+@pytest.mark.parametrize("left", [0.0, 0.005])
+def test_of_rates_that_learn_everything_the_smallest_is_the_peak(left: float) -> None:
+    """Larger rates have smaller losses, of less than a hundredth of an untrained network's."""
+    training = trained(horizon(), Separable(left))
+    assert max(lr for action in training.rounds for lr in rates(action)) <= 4
+    assert 0.5 < training.peak < 1.1
+    reason = training.histories[-1].decisions[-1].reason
+    assert "smallest rate that learns all there is, 1, drawn by 10% to the usual rate" in reason
 
 
 # Divergence.

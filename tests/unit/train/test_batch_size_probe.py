@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 import raytrain_opt.train.batch_size_probe as probe_module
 from raytrain_opt.config.batch_size import GpuUsageMaximizeSearch, ThroughputKneeSearch
 from raytrain_opt.data.base import Batch
-from raytrain_opt.train import step_timer
+from raytrain_opt.train import micro_batches
 from raytrain_opt.train.batch_size_probe import ProbedTraining, mean_and_error, measure
 from raytrain_opt.train.phase import is_out_of_memory
 from tests.support.scripted_sampler import ScriptedSampler
@@ -125,17 +125,17 @@ def test_times_are_measured_with_the_clock(monkeypatch: pytest.MonkeyPatch) -> N
 
     section = SECTION.model_copy(update={"max_probe_s": 1e6})
     with monkeypatch.context() as patch:
-        patch.setattr(step_timer, "monotonic_s", clock)
+        patch.setattr(micro_batches, "monotonic_s", clock)
         probe = measure(probed(), 30, section, sampler())
     assert sorted(probe.timings_s.values()) == [1.0, 2.0, 3.0, 4.0, 5.0]
-    assert tuple(probe.timings_s) == step_timer.STEP_PARTS
+    assert tuple(probe.timings_s) == micro_batches.STEP_PARTS
     assert sum(probe.timings_s.values()) * probe.steps == probe.duration_s
     assert probe.samples_per_s == 30 / 15
 
 
 def test_few_slow_steps_that_agree_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks, of_loop = count(0.0, 10.0), count(0.0, 50.0)
-    monkeypatch.setattr(step_timer, "monotonic_s", lambda: next(ticks))
+    monkeypatch.setattr(micro_batches, "monotonic_s", lambda: next(ticks))
     monkeypatch.setattr(probe_module, "monotonic_s", lambda: next(of_loop))
     section = SECTION.model_copy(update={"max_probe_s": 1e6})
     assert measure(probed(), 8, section, sampler()).steps == 2
@@ -149,7 +149,7 @@ def test_a_noisy_probe_takes_more_steps(monkeypatch: pytest.MonkeyPatch) -> None
         now += float(noise.uniform(0.5, 1.5))
         return now
 
-    monkeypatch.setattr(step_timer, "monotonic_s", clock)
+    monkeypatch.setattr(micro_batches, "monotonic_s", clock)
     section = SECTION.model_copy(update={"max_probe_s": 1e6})
     probe = measure(probed(), 8, section, sampler())
     assert probe.steps > 20
@@ -158,7 +158,7 @@ def test_a_noisy_probe_takes_more_steps(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_slow_probe_ends_at_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = count(0.0, 10.0)
-    monkeypatch.setattr(step_timer, "monotonic_s", lambda: next(ticks))
+    monkeypatch.setattr(micro_batches, "monotonic_s", lambda: next(ticks))
     monkeypatch.setattr(ThroughputKneeSearch, "relative_error", 1e-9)
     section = SECTION.model_copy(update={"max_probe_s": 550.0})
     assert measure(probed(), 8, section, sampler()).steps == 15
