@@ -191,7 +191,7 @@ class WorkersSection(Section):
     count: PositiveInt | Literal["auto"] | CountRange = "auto"
     """Number of workers, which share the global batch by speed. auto: the free GPUs, or fewer so
     that the number divides global_batch_size; without GPUs, 1. {min: 2, max: 8}: continue with
-    fewer when a node is lost, and with more from the next epoch on."""
+    fewer when a node is lost, and with more from the next checkpoint on."""
     use_gpu: bool | Literal["auto"] = "auto"
     """auto: use GPUs if the cluster has any, else the CPU."""
     resources: Resources | None = None

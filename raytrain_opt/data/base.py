@@ -38,10 +38,7 @@ if TYPE_CHECKING:
 SourceSplit = Literal["train", "test", "final"]
 # Of gray and color images, and of color with alpha.
 CHANNELS = (1, 3, 4)
-# Of arrays and tensors: a second or two.
-DIGEST_BYTES = 2**30
-# Classes that are printed.
-_NAMES = 10
+_NAMES = 10  # classes that are printed
 # Of the columns' sizes. At this one a regression lost 5 points of R² (benchmarks/RESULTS.md).
 _LARGEST_RATIO = 100
 # A regression loses 1 to 3 points of R² where means are this many deviations from 0. Deviations of

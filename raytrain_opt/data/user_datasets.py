@@ -14,7 +14,6 @@ from raytrain_opt.config.data import DatasetData
 from raytrain_opt.config.load import resolve_function
 from raytrain_opt.config.section import Instance, function_name
 from raytrain_opt.data.base import (
-    DIGEST_BYTES,
     SourceSplit,
     channel_axis,
     column_note,
@@ -22,6 +21,7 @@ from raytrain_opt.data.base import (
     layout_note,
 )
 from raytrain_opt.data.batch_reader import cause
+from raytrain_opt.data.in_memory_sets import DIGEST_BYTES
 from raytrain_opt.data.nesting import leaves, map_leaves
 from raytrain_opt.data.sampling import Indices, Purpose, sample_seed
 from raytrain_opt.data.source import Sample, SampleSource
