@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import (
@@ -20,6 +21,21 @@ from raytrain_opt.errors import printable
 from raytrain_opt.recording.records import BatchSizeProbeRecord, EpochRecord
 
 
+class Lines(Console):
+    """A console whose reader may leave, or disk be full: what is printed then is lost."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print, or mute standard output; rich would end the process."""
+        try:
+            super().print(*objects, **options)
+        except OSError:
+            self.on_broken_pipe()
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class Terminal:
     """Display of a run's progress, by default on stdout: a line per event.
 
@@ -28,7 +44,7 @@ class Terminal:
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(file=sys.stdout)
+        self._console = console or Lines(file=sys.stdout)
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}", markup=False),

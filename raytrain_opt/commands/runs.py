@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -25,6 +24,7 @@ from raytrain_opt.recording.records import (
 )
 from raytrain_opt.report.plots import duration, percent, rate
 from raytrain_opt.storage import check_uri, is_remote, last_name, local_path
+from raytrain_opt.terminal import Lines
 
 # Requests to a storage at a time.
 _THREADS = 16
@@ -77,7 +77,7 @@ def print_runs(storage_path: str, runs: Sequence[ListedRun]) -> None:
     table = Table(*columns, box=None, pad_edge=False)
     for run in runs:
         table.add_row(*(Text(printable(cell, kept="")) for cell in run.cells()))
-    console = Console(file=sys.stdout, width=400)  # so that no name is cut; lines are not filled
+    console = Lines(file=sys.stdout, width=400)  # so that no name is cut; lines are not filled
     title = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} in {storage_path}"
     console.print(Text(printable(title, kept="")))
     console.print(table)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -77,3 +79,9 @@ def test_a_terminal_gets_a_bar_and_a_pipe_lines_only(
     text = capsys.readouterr().out
     assert (text == "hello\n") == (not is_terminal)
     assert ("starting" in text) == is_terminal
+
+
+def test_a_full_disk_below_the_output_does_not_end_a_command(tmp_path: Any) -> None:
+    command = [sys.executable, "-m", "raytrain_opt", "runs", str(tmp_path)]
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(command, stdout=full, check=False).returncode == 0
