@@ -82,7 +82,8 @@ class Learner:
         batch_norm.set_momentum(self.model, config.batch_norm.momentum)
         batch_norm.freeze_statistics(self.model, config.model.freeze)
         samples = self.data.first_samples("train")
-        self.metric_names = find_metric_names(self.task, self.model, samples)
+        with self.autocast():
+            self.metric_names = find_metric_names(self.task, self.model, samples)
         self.compiled = compile_model(config.compile, self.model, device)
         self.parallel = distribute(self.model, config.parallel)
         self._build_optimizer(0)

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from raytrain_opt.config.schema import Job
 from raytrain_opt.data.base import Batch
 from raytrain_opt.data.in_memory_sets import DatasetArrays
+from raytrain_opt.errors import DataError
 from raytrain_opt.results import Steps
 from raytrain_opt.train.kernels import COMPILE_ARGUMENTS
 from raytrain_opt.train.learner import Learner
@@ -417,3 +418,16 @@ def test_a_readable_sample_does_not_weigh_more_for_an_unreadable_one() -> None:
         )
     for whole, half in zip(*gradients, strict=True):
         torch.testing.assert_close(half, whole / 2)
+
+
+class NumpyMetrics:
+    metric, training_loss = "error", None
+
+    def validation_metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        return dict.fromkeys(("loss", "error"), torch.from_numpy(model(batch[0]).numpy()).mean(1))
+
+
+def test_an_evaluation_is_tried_in_the_precision_of_the_training() -> None:
+    assert learner(task={"name": NumpyMetrics}).metric_names == ("loss", "error")
+    with pytest.raises(DataError, match="BFloat16"):
+        learner(task={"name": NumpyMetrics}, precision="bf16")
