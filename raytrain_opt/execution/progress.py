@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from raytrain_opt.clock import Stopwatch, monotonic_s
 from raytrain_opt.config.updates import OptimizerSection
@@ -50,6 +50,8 @@ class PartialEpoch:
 @dataclass(frozen=True)
 class RunProgress:
     """What a resume starts from, besides the state."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # what another version wrote
 
     next_epoch: int = 1
     history: History = History()
@@ -93,7 +95,9 @@ class RunProgress:
         try:
             return _PROGRESS.validate_python(value)
         except ValidationError as error:
-            raise CheckpointError(f"the checkpoint has no progress of a run: {error}") from error
+            raise CheckpointError(
+                f"the checkpoint has no progress of this version: {error}"
+            ) from error
 
 
 _PROGRESS = TypeAdapter(RunProgress)

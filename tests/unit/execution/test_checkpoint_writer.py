@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import nn
 
 from raytrain_opt.config.schema import CheckpointSection
-from raytrain_opt.errors import DivergedError, StorageError, TakenOverError
+from raytrain_opt.errors import CheckpointError, DivergedError, StorageError, TakenOverError
 from raytrain_opt.execution import checkpoint_writer
 from raytrain_opt.execution.checkpoint_writer import CheckpointWriter, Interval
 from raytrain_opt.execution.progress import RunProgress
@@ -232,3 +232,9 @@ def test_a_checkpoint_is_not_written_twice(open_writer: OpenWriter, paths: RunPa
         again.save(state(), RunProgress(next_epoch=2, search_samples=1))
         again.wait()
         assert (folder / "rest.pt").stat().st_mtime_ns == before
+
+
+def test_progress_of_another_version_is_refused() -> None:
+    saved = RunProgress().to_json()
+    with pytest.raises(CheckpointError, match="no progress of this version"):
+        RunProgress.from_json({**saved, "history": {**saved["history"], "plans": ()}})
