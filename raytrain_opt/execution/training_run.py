@@ -68,7 +68,7 @@ class TrainingRun:
         self._epoch = EpochMetrics()
         self._lrs: list[float] = []  # of the finished epochs, which schedule.jsonl holds
         self._announced = self.checkpoints.latest
-        self._workers_ready, self._unreadable = False, 0  # test samples
+        self._workers_ready = False
         self._initial: TrainingState | None = None  # while the training may start again
         self._in_round = False  # candidates are trained
         self._at_work = pools.workers.size  # in the latest epoch
@@ -222,10 +222,12 @@ class TrainingRun:
         except KeyboardInterrupt:
             self._save_step(state)
             raise
-        if split != "validation" and totals.skipped > self._unreadable:
-            self._unreadable = totals.skipped
-            text = f"unreadable samples that metrics of the {split} set lack: {totals.skipped}"
-            self.event_log.log("unreadable", self.progress.next_epoch, text)
+        before = max((epoch.test_skipped for epoch in self.length.records), default=0)
+        if split != "validation" and totals.skipped > before * (split == "test"):
+            name = "third" if split == "final" else split
+            text = f"unreadable samples that metrics of the {name} set lack: {totals.skipped}"
+            epoch = min(self.progress.next_epoch, self.length.epochs)
+            self.event_log.log("unreadable", epoch, text)
         return totals
 
     def _add_main_training(self, command: MainTrain, outcome: TrainingOutcome) -> None:

@@ -123,6 +123,19 @@ def test_the_best_epoch_is_looked_at_once_and_mistakes_name_their_files(
 
 
 @pytest.mark.usefixtures("without_plots")
+def test_unreadable_samples_of_each_set_are_told(three_sets: Path, tmp_path: Path) -> None:
+    for split in ("val", "test"):
+        (three_sets / split / "cat/0.png").write_bytes(b"damaged")
+    data = {"name": "image_folder", "root": str(three_sets), "image_size": 8, "loader_workers": 0}
+    changes = {"data": data | {"on_unreadable": "skip"}, "epochs": 2, "global_batch_size": 4}
+    schedule = {"policy": "schedule", "initial": 0.1}
+    result = run(small_job(tmp_path, **changes, learning_rate=schedule), in_process=True)
+    texts = [event["text"] for event in read_lines(result.run_dir, "events")]
+    rule = "unreadable samples that metrics of the {} set lack: 1"
+    assert texts == [rule.format("test"), rule.format("third")]
+
+
+@pytest.mark.usefixtures("without_plots")
 def test_the_first_of_the_best_epochs_is_looked_at_whatever_is_saved(
     three_sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
