@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
+from shlex import quote
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -95,8 +96,8 @@ def init(
     for name, text in table:
         echo(f"  {name:12} {text}")
     echo(
-        f"next:\n  raytrain-opt validate {output}    check job and data\n"
-        f"  raytrain-opt run {output}         train; the report will be below runs/"
+        f"next:\n  raytrain-opt validate {quote(str(output))}    check job and data\n"
+        f"  raytrain-opt run {quote(str(output))}         train; the report will be below runs/"
     )
 
 

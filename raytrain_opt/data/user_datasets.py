@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Sized
+from collections.abc import Callable, Collection, Iterator, Sized
 from typing import Any
 
 import numpy as np
@@ -87,21 +87,23 @@ class UserDatasetSource(SampleSource):
 
     def digest(self) -> str:
         """Return a digest of labels, parts and tensors, where known, and of a sample's form."""
-        parts = [self._expected.encode()]
+        return digest(self._known_parts())
+
+    def _known_parts(self) -> Iterator[bytes | memoryview]:
+        """Yield the parts one after the other: together, tensors may take much memory."""
+        yield self._expected.encode()
         if self.labels is not None:
-            parts.append(self.labels.tobytes())
+            yield self.labels.tobytes()
         for dataset in self._datasets.values():
             while isinstance(dataset, Subset):
-                parts.append(np.asarray(dataset.indices, np.int64).tobytes())
+                yield np.asarray(dataset.indices, np.int64).tobytes()
                 dataset = dataset.dataset
             if type(dataset) is TensorDataset:
                 for tensor in dataset.tensors:
                     size = tensor.numel() * tensor.element_size()
                     rows = torch.arange(0, len(tensor), 1 + size // DIGEST_BYTES)
-                    read = tensor.detach().index_select(0, rows.to(tensor.device))
-                    dense = read.cpu().to_dense().contiguous()
-                    parts.append(dense.view(torch.uint8).numpy().tobytes())
-        return digest(parts)
+                    part = tensor.detach().index_select(0, rows.to(tensor.device)).cpu()
+                    yield part.to_dense().contiguous().view(torch.uint8).numpy().data
 
     def size(self, split: SourceSplit) -> int:
         """Return the number of samples."""

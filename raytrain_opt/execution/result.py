@@ -163,7 +163,7 @@ def _facts(run: TrainingRun, record: ResultRecord, report: str) -> list[tuple[st
         ("wall time", duration(record.wall_s)),
         ("search cost", f"{cost} of the training's samples"),
         ("report", _shorten(report)),
-        ("TensorBoard", f"tensorboard --logdir {join(run_dir, 'tensorboard')}"),
+        ("TensorBoard", f"tensorboard --logdir {quote(join(run_dir, 'tensorboard'))}"),
     ]
     if record.final_set and record.best and (metric := record.best.metric):
         text = metric.text(record.final_set[metric.name])

@@ -113,16 +113,16 @@ _NO_PARAMETERS = "optimizer got an empty parameter list"
 _INITIAL_LR = 1e-3
 
 
-def check_step(optimizer_class: type[Optimizer]) -> list[Problem]:
-    """Return a problem if the optimizer's step needs arguments, as the closure of LBFGS."""
-    parameters = [*inspect.signature(optimizer_class.step).parameters.values()][1:]
+def check_step(name: str, step: Callable[..., object]) -> list[Problem]:
+    """Return a problem if an optimizer's step needs arguments, as the closure of LBFGS."""
+    parameters = [p for p in inspect.signature(step).parameters.values() if p.name != "self"]
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
     if not needed:
         return []
     rule = f"cannot train here: its step() requires {', '.join(needed)}"
     hint = "the loop computes the gradients and then calls step() without arguments"
-    return [Problem("optimizer.name", rule, optimizer_class.__name__, hint)]
+    return [Problem("optimizer.name", rule, name, hint)]
 
 
 def check_optimizer(section: OptimizerSection) -> list[Problem]:
@@ -132,7 +132,8 @@ def check_optimizer(section: OptimizerSection) -> list[Problem]:
     except JobError as error:
         return error.problems
     args = section.constructor_args
-    if problems := check_step(optimizer_class) or _check_arguments(optimizer_class, args):
+    problems = check_step(optimizer_class.__name__, optimizer_class.step)
+    if problems := problems or _check_arguments(optimizer_class, args):
         return problems
     # A class of the user's that requires an argument rejects none at all for the same reason.
     message = _rejection(optimizer_class, args)

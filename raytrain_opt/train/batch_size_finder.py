@@ -88,7 +88,7 @@ class MinibatchSizeOptimizer:
             JobError: the optimizer's step needs a closure.
             ResourcesError: not even one sample fits into memory.
         """
-        if problems := check_step(type(optimizer)):
+        if problems := check_step(type(optimizer).__name__, optimizer.step):
             raise JobError(problems, "arguments")
         device = next(model.parameters()).device
         training = ProbedTraining(

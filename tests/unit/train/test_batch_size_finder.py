@@ -72,6 +72,12 @@ def test_enough_updates_are_left_of_the_epochs_that_are_told() -> None:
         assert chosen.reason.endswith(f"; updates: {updates}")
 
 
+def test_an_optimizer_may_be_wrapped() -> None:
+    model, optimizer, data = user_training()
+    wrapped = type("Wrapped", (), {"__getattr__": lambda _, name: getattr(optimizer, name)})()
+    assert MinibatchSizeOptimizer(initial=2, **FAST).apply(model, wrapped, data).batch_size
+
+
 def test_wrong_settings_are_named() -> None:
     with pytest.raises(JobError, match="tolerance"):
         MinibatchSizeOptimizer(tolerance=-1)
