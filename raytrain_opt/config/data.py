@@ -35,8 +35,6 @@ class BatchAugment(Section):
 
     policy: Literal["none", "rand_augment", "trivial_augment"] = "none"
     """torchvision's RandAugment or TrivialAugmentWide, for uint8 images of 1 or 3 channels."""
-    random_erasing: Fraction = 0.0
-    """Probability that a box of 2 to 33 % of an image is erased."""
     mixup: Annotated[NonNegativeFloat, Field(le=100)] = 0.0
     """alpha of Beta(alpha, alpha), e.g. 0.2, for floats and images. 0: no mixup. A sample is mixed
     with one of its own micro-batch, so results differ with the number of workers."""

@@ -257,7 +257,7 @@ class TrainingData(ABC):
         for batch in self._read(epoch, parts()):
             part = taken.popleft()
             batch = replace(batch, relative_size=part.relative_size)
-            yield self._augment(batch, epoch, part.step, part.rows)
+            yield self._augment(batch, epoch, part.step)
 
     @abstractmethod
     def _read(self, epoch: int, parts: Iterator[sampling.MicroBatch]) -> Iterator[Batch]:

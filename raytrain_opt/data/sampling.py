@@ -55,7 +55,6 @@ class Purpose(IntEnum):
     TEST_SAMPLE = 7
     DIGITS_SPLIT = 8
     USER_FUNCTION = 9
-    ERASE = 10
     MIX = 11
 
 

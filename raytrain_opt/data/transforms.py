@@ -12,20 +12,19 @@ Cropping pads with black before normalizing, as torchvision's RandomCrop does. I
 float32. Every operation is elementwise or a gather, and a product and a sum are never fused into
 one rounding: so the values of a sample do not depend on the micro-batch, bit for bit.
 
-Augmentation beyond crop and mirror: a policy for each image, then erasing and mixing batches.
+Augmentation beyond crop and mirror: a policy for each image, then mixing batches.
 
     x, y    samples and labels of a micro-batch        x', y'   the same in reverse order
     G       the generators of `sampling`: draws depend on seed, epoch e, step t, nothing else
 
     policy   RandAugment or TrivialAugment of torchvision, on uint8, with the seed of the sample
-    erase    row i of the draws of G(s, ERASE, e, t) belongs to the i-th sample of the global batch
     mixup    w x + (1 - w) x',  w ~ Beta(a, a) from G(s, MIX, e, t), one w for each step
     cutmix   x' in a box of x, whose area is 1 - w of the image; if both are on, each half the time
     loss     w loss(output, y) + (1 - w) loss(output, y')
 
-Sources: Cubuk et al., RandAugment, 2020; Müller and Hutter, TrivialAugment, 2021; Zhong et al.,
-Random Erasing, 2020; Zhang et al., mixup, 2018; Yun et al., CutMix, 2019; timm (reverse order). Of
-the micro-batch, as x' would have to be read on another worker too.
+Sources: Cubuk et al., RandAugment, 2020; Müller and Hutter, TrivialAugment, 2021; Zhang et al.,
+mixup, 2018; Yun et al., CutMix, 2019; timm (reverse order). Of the micro-batch, as x' would have
+to be read on another worker too.
 """
 
 from __future__ import annotations
@@ -226,9 +225,6 @@ class CopyStream:
         return copies
 
 
-# Fractions of the image's area, and height / width; the defaults of torchvision and timm.
-_ERASED_AREA, _ERASED_LOG_RATIO = (0.02, 1 / 3), math.log(10 / 3)
-
 _NEEDS, _IMAGES = "needs {}, which these samples are not", "images [channels, height, width]"
 
 Floats = npt.NDArray[np.float64]
@@ -247,9 +243,8 @@ class Augmentation:
         if section.policy != "none" and not (is_uint8 and sample_shape[0] in (1, 3)):
             rule = _NEEDS.format("uint8 images of 1 or 3 channels")
             raise DataError("data.augment.policy", rule)
-        for field in ("random_erasing", "cutmix"):
-            if getattr(section, field) > 0 and len(sample_shape) != 3:
-                raise DataError(f"data.augment.{field}", _NEEDS.format(_IMAGES))
+        if section.cutmix and len(sample_shape) != 3:
+            raise DataError("data.augment.cutmix", _NEEDS.format(_IMAGES))
         self.policy = _make_policy(section)
 
     def apply_policy(self, images: torch.Tensor, epoch: int, keys: Indices) -> torch.Tensor:
@@ -263,9 +258,8 @@ class Augmentation:
                 changed.append(self.policy(image.permute(2, 0, 1)).permute(1, 2, 0))
             return torch.stack(changed)
 
-    def __call__(self, batch: Batch, epoch: int, step: int, rows: slice) -> Batch:
-        """Erase and mix a micro-batch: these rows of the step's global batch."""
-        batch = self._erase(batch, epoch, step, rows)
+    def __call__(self, batch: Batch, epoch: int, step: int) -> Batch:
+        """Mix a micro-batch of the step."""
         mixup, cutmix = self._section.mixup, self._section.cutmix
         if not mixup and not cutmix:
             return batch
@@ -282,28 +276,6 @@ class Augmentation:
             x = batch.x.clone(memory_format=torch.preserve_format)
             x[..., box[0], box[1]] = other[..., box[0], box[1]]
         return replace(batch, x=x, other_y=batch.y.flip(0), weight=weight)
-
-    def _erase(self, batch: Batch, epoch: int, step: int, rows: slice) -> Batch:
-        if not self._section.random_erasing:
-            return batch
-        shape = batch.x.shape[-2:]
-        draws = generator(self._seed, Purpose.ERASE, epoch, step).random((rows.stop, 5))
-        # Unreadable samples are left out of the batch.
-        draws = draws[rows.start : rows.start + len(batch.y)]
-        x = batch.x.clone(memory_format=torch.preserve_format)
-        least, most = _ERASED_AREA
-        for image, (chosen, area, ratio, *corner) in zip(x, draws, strict=True):
-            if chosen >= self._section.random_erasing:
-                continue
-            area = math.prod(shape) * (least + area * (most - least))
-            ratio = math.exp((2 * ratio - 1) * _ERASED_LOG_RATIO)
-            box = []
-            for position, size, part in zip(corner, shape, (ratio, 1 / ratio), strict=True):
-                length = min(round(math.sqrt(area * part)), size)
-                start = int(position * (size - length + 1))
-                box.append(slice(start, start + length))
-            image[..., box[0], box[1]] = 0
-        return replace(batch, x=x)
 
 
 def _make_policy(section: BatchAugment) -> Any:

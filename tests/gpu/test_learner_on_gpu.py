@@ -89,7 +89,7 @@ def test_the_batches_equal_those_on_the_cpu(changes: dict[str, Any]) -> None:
     "changes",
     [
         {},
-        {"data": {"name": "digits", "augment": {"random_erasing": 0.5}}},
+        {"data": {"name": "digits", "augment": {"mixup": 0.5}}},
         {"optimizer": {"name": "SGD", "clip_norm": 0.1}, "precision": "fp16"},
     ],
     ids=str,

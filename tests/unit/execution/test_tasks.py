@@ -151,7 +151,7 @@ def test_a_trained_task_is_evaluated_predicts_its_test_set_and_is_exported(tmp_p
         ("loss={label_smoothing: 0.1}", "belongs to task: classification"),
         ("data.sampler=balanced", "balanced needs the labels"),
         ("data.augment={mixup: 0.2}", "mixup and cutmix need the labels"),
-        ("data.augment={random_erasing: 0.2}", "gets the samples as they are"),
+        ("data.augment={policy: rand_augment}", "gets the samples as they are"),
         ("data.normalize=none", "gets the samples as they are"),
     ],
 )

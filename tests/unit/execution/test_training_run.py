@@ -318,9 +318,7 @@ def kill_in_step(run: TrainingRun, number: int, every: int) -> None:
 def random_job(chance: random.Random, folder: Path) -> Job:
     """Draw from what trainings are made of. Raises JobError for what is refused together."""
     pick = chance.choice
-    augment = pick(
-        [{}, {"crop_padding": 1, "flip": True}, {"mixup": 0.2}, {"random_erasing": 0.3}]
-    )
+    augment = pick([{}, {"crop_padding": 1, "flip": True}, {"mixup": 0.2}, {"cutmix": 0.3}])
     sampler, drop_last = pick(["random", "balanced"]), pick([True, False])
     rate = pick(
         [
