@@ -2,7 +2,7 @@
 
     collapsed   the loss or the weights are not finite; or, in an epoch between a tenth and a
                 quarter of them, the training loss is 0.3 % above the first epoch's or, after twice
-                a candidate's steps, if one had less than half of it, above that of a guess
+                a candidate's steps, if one had less than half of it, above the loss of a guess
 
 A collapsed training starts from the initial weights, for the epochs that are left; in the second
 half none starts again. Why: docs/learning-rate.md.

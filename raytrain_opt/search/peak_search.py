@@ -141,14 +141,15 @@ class _Stage:
 
     @property
     def solved(self) -> tuple[int, ...]:
-        """The points whose candidates have learned all there is."""
+        """The points whose candidates have learned all there is; none if losses are negative."""
         coarse = (self.coarse or self).alive
         limit = _NOTHING_LEFT * max(coarse[min(coarse)].val_loss, 0.0)
-        return tuple(p for p, result in self.alive.items() if 0 <= result.val_loss <= limit)
+        points = (p for p, result in self.alive.items() if result.val_loss <= limit)
+        return tuple(points) if self.lowest_loss >= 0 else ()
 
     def largest(self, tolerance: float) -> int:
-        """Return the largest point whose loss exceeds the lowest by at most this fraction."""
-        if self.solved and self.lowest_loss >= 0:
+        """Return the largest point whose loss is hardly higher, or the smallest that is solved."""
+        if self.solved:
             return min(self.solved)
         limit = self.lowest_loss + tolerance * abs(self.lowest_loss)
         return max(point for point, result in self.alive.items() if result.val_loss <= limit)

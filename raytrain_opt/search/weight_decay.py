@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from raytrain_opt.search.peak_search import TOLERANCE
 from raytrain_opt.search.policy import History
 
-# From so many epochs on, a network may learn its samples by heart.
+# From so many epochs on, a network may memorize its samples.
 MANY_EPOCHS = 16
 # Times 1 / (rate x decay) in a training of a network that fits its samples perfectly.
 _TIMES = 10.0

@@ -377,7 +377,11 @@ class Separable(Surface):
 
     def result(self, action: TryCandidates, candidate: Candidate) -> CandidateResult:
         loss = self.best / candidate.lr if candidate.lr > 0.5 else 1.0
-        return result(candidate, [loss] * BLOCKS)
+        return result(candidate, [loss - (candidate.lr > self.diverges_from)] * BLOCKS)
+
+
+def test_negative_losses_do_not_end_at_0() -> None:
+    assert trained(horizon(), Separable(0.005, 2)).peak > 2
 
 
 @pytest.mark.parametrize("left", [0.0, 0.005])
