@@ -150,7 +150,10 @@ def evaluate_best(run: TrainingRun) -> dict[str, float]:
         run.event_log.log("lost", best.epoch, f"the third set is not measured: {damage}")
         return {}
     state, *_ = read_checkpoint(checkpoints / best.folder)
-    return run.score(run.pools.states.put(f"best {best.folder}", state), "final").means
+    totals = run.score(run.pools.states.put(f"best {best.folder}", state), "final")
+    if totals.skipped:
+        run.log_unreadable("third", best.epoch, totals.skipped)
+    return totals.means
 
 
 def _facts(run: TrainingRun, record: ResultRecord, report: str) -> list[tuple[str, str]]:

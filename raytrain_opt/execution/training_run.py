@@ -218,17 +218,15 @@ class TrainingRun:
         """Evaluate a split; a signal meanwhile saves the state."""
         try:
             with self._measure("evaluate"):
-                totals = self.pools.main_training.evaluate(state, split)
+                return self.pools.main_training.evaluate(state, split)
         except KeyboardInterrupt:
             self._save_step(state)
             raise
-        before = max((epoch.test_skipped for epoch in self.length.records), default=0)
-        if split != "validation" and totals.skipped > before * (split == "test"):
-            name = "third" if split == "final" else split
-            text = f"unreadable samples that metrics of the {name} set lack: {totals.skipped}"
-            epoch = min(self.progress.next_epoch, self.length.epochs)
-            self.event_log.log("unreadable", epoch, text)
-        return totals
+
+    def log_unreadable(self, name: str, epoch: int, count: int) -> None:
+        """Log how many samples of a set its metrics lack."""
+        text = f"unreadable samples that metrics of the {name} set lack: {count}"
+        self.event_log.log("unreadable", epoch, text)
 
     def _add_main_training(self, command: MainTrain, outcome: TrainingOutcome) -> None:
         self.startup.mark("first_step_s")  # where no worker has reported a step
@@ -273,6 +271,8 @@ class TrainingRun:
         self.terminal.phase(f"epoch {epoch}/{self.length.epochs or '?'}  evaluate")
         self._epoch.test = test = self.score(state, "test")
         self._raise_if_diverged(epoch, "test", test.loss, test.failure)
+        if test.skipped > max((before.test_skipped for before in self.length.records), default=0):
+            self.log_unreadable("test", epoch, test.skipped)
         if test.predictions is not None:
             record = PredictionsRecord(
                 epoch=epoch, class_names=self.info.class_labels, **vars(test.predictions)
