@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from typing import Any, Self
 
 from rich.console import Console
@@ -21,8 +22,8 @@ from raytrain_opt.errors import printable
 from raytrain_opt.recording.records import BatchSizeProbeRecord, EpochRecord
 
 
-class Lines(Console):
-    """A console whose reader may leave, or disk be full: what is printed then is lost."""
+class Output(Console):
+    """Standard output; what is printed after its reader has left, or on a full disk, is lost."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Print, or mute standard output; rich would end the process."""
@@ -33,7 +34,8 @@ class Lines(Console):
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with suppress(OSError), open(os.devnull, "w") as nowhere:  # a notebook has no file
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 class Terminal:
@@ -44,7 +46,7 @@ class Terminal:
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Lines(file=sys.stdout)
+        self._console = console or Output(file=sys.stdout)
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}", markup=False),

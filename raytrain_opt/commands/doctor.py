@@ -23,7 +23,7 @@ from raytrain_opt.execution.check import check_data, check_job
 from raytrain_opt.monitoring import gpu_names
 from raytrain_opt.recording.recorder import versions
 from raytrain_opt.report.plots import times
-from raytrain_opt.terminal import Lines
+from raytrain_opt.terminal import Output
 
 _STYLES = {"ok": "green", "warning": "yellow", "error": "red"}
 Level = Literal["ok", "warning", "error"]
@@ -55,7 +55,7 @@ def diagnose(job: Job | None, address: str | None) -> int:
 
 def print_findings(findings: Iterable[Finding]) -> None:
     """Print one table on standard output."""
-    console = Lines(file=sys.stdout, width=None if sys.stdout.isatty() else 120)  # of a log
+    console = Output(file=sys.stdout, width=None if sys.stdout.isatty() else 120)  # of a log
     table = Table("", "check", "result", "what to do")
     for finding in findings:
         cells = (Text(printable(text)) for text in (finding.check, finding.result, finding.remedy))

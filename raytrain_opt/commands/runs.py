@@ -24,7 +24,7 @@ from raytrain_opt.recording.records import (
 )
 from raytrain_opt.report.plots import duration, percent, rate
 from raytrain_opt.storage import check_uri, is_remote, last_name, local_path
-from raytrain_opt.terminal import Lines
+from raytrain_opt.terminal import Output
 
 # Requests to a storage at a time.
 _THREADS = 16
@@ -77,7 +77,7 @@ def print_runs(storage_path: str, runs: Sequence[ListedRun]) -> None:
     table = Table(*columns, box=None, pad_edge=False)
     for run in runs:
         table.add_row(*(Text(printable(cell, kept="")) for cell in run.cells()))
-    console = Lines(file=sys.stdout, width=400)  # so that no name is cut; lines are not filled
+    console = Output(file=sys.stdout, width=400)  # so that no name is cut; lines are not filled
     title = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} in {storage_path}"
     console.print(Text(printable(title, kept="")))
     console.print(table)

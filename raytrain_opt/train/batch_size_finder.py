@@ -85,8 +85,7 @@ class MinibatchSizeOptimizer:
             loader: arguments of the DataLoader (num_workers, collate_fn, ...) except batch_size.
 
         Raises:
-            JobError: the optimizer's step needs a closure.
-            ResourcesError: not even one sample fits into memory.
+            JobError: the step needs a closure. ResourcesError: not one sample fits into memory.
         """
         if problems := check_step(type(optimizer).__name__, optimizer.step):
             raise JobError(problems, "arguments")
@@ -101,15 +100,13 @@ class MinibatchSizeOptimizer:
             scaler or torch.amp.GradScaler(device.type, enabled=False),
         )
         samples, length = len(dataset), Length(epochs or 0)  # type: ignore[arg-type]
-        largest = largest_size(self.section, self.section.initial, samples, length)
-        strategy = build_strategy(self.section, SizeBounds(largest, samples))
-        probes: list[Probe] = []
+        most = largest_size(self.section, self.section.initial, samples, length)
+        strategy, probes = build_strategy(self.section, SizeBounds(most, samples)), list[Probe]()
         sampler = open_probe_sampler(self.section, device, torch.get_num_threads())
-        while isinstance(proposal := strategy.propose(probes), ProbeRequest):
-            probes.append(measure(training, proposal.batch_size, self.section, sampler))
-        left = Updates.count(samples, proposal.batch_size, length)
-        reason = f"{proposal.reason}; updates: {left}"
-        return MinibatchChoice(proposal.batch_size, reason, tuple(probes))
+        while isinstance(choice := strategy.propose(probes), ProbeRequest):
+            probes.append(measure(training, choice.batch_size, self.section, sampler))
+        reason = f"{choice.reason}; updates: {Updates.count(samples, choice.batch_size, length)}"
+        return MinibatchChoice(choice.batch_size, reason, tuple(probes))
 
 
 def endless_batches(

@@ -49,9 +49,8 @@ def evaluate(
     on_step: Callable[[int, int], object],
 ) -> EvalTotals:
     """Evaluate this rank's samples of the split, see `Learner.evaluate`."""
-    started_s, samples = monotonic_s(), 0
     model, task, data, names = learner.model, learner.task, learner.data, learner.metric_names
-    skipped_before = data.skipped
+    started_s, samples, skipped_before = monotonic_s(), 0, data.skipped
     outputs: dict[str, list[Any]] | None = {} if aggregates(task) else None
     sums = torch.zeros(len(names) + 1, device=learner.device, dtype=torch.float64)
     model.eval()
@@ -81,13 +80,12 @@ def evaluate(
         sums += torch.stack([column.sum() for column in columns])
         samples += batch.size
     *values_sums, loss_squares = sums.tolist()
-    predictions = None if recorder is None else recorder.result(data)
     return EvalTotals(
         samples,
         dict(zip(names, values_sums, strict=True)),
         monotonic_s() - started_s,
         metric_of(task),
-        predictions,
+        None if recorder is None else recorder.result(data),
         loss_squares=loss_squares,
         samples_per_loss=batch_size if gives_means else 1,
         skipped=data.skipped - skipped_before,

@@ -1,4 +1,4 @@
-"""Which micro-batches of a global batch are computed, and how workers share them.
+"""Which micro-batches of a global batch are computed, how workers share them, and step timers.
 
 A worker of speed v_w computes a fraction v_w / sum(v) of them, so that all finish at the same
 time. Sums do not depend on the shares (`train.tree_sum`). The speeds are measured while training:

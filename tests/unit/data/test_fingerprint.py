@@ -153,8 +153,7 @@ CASES: dict[str, tuple[Change, Callable[[Path], dict[str, Any]], Change, str]] =
     ),
     "tensor value": (
         write_arrays, lambda root: {"name": tensors, "args": {"root": str(root)}},
-        lambda root: write_arrays(root, 1), "samples, ",
-    ),
+        lambda root: write_arrays(root, 1), "samples, "),
     "dataset order": (
         lambda root: write_targets(root, ALL), dataset_section,
         lambda root: write_targets(root, ALL[::-1]), "their order",

@@ -235,6 +235,5 @@ def test_a_checkpoint_is_not_written_twice(open_writer: OpenWriter, paths: RunPa
 
 
 def test_progress_of_another_version_is_refused() -> None:
-    saved = RunProgress().to_json()
     with pytest.raises(CheckpointError, match="no progress of this version"):
-        RunProgress.from_json({**saved, "history": {**saved["history"], "plans": ()}})
+        RunProgress.from_json({"history": {"plans": ()}})
