@@ -28,10 +28,10 @@ from raytrain_opt import Job
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.schema import CheckpointSection
 from raytrain_opt.driver import open_run
-from raytrain_opt.execution.checkpoint_writer import Interval
+from raytrain_opt.execution.checkpoint_schedule import Interval
 from raytrain_opt.execution.training_run import TrainingRun
 from raytrain_opt.pools.commands import MainTrain, StateRef
-from raytrain_opt.pools.protocol import SynchronousTraining
+from raytrain_opt.pools.interface import SynchronousTraining
 from raytrain_opt.search.policy import TrainEpoch
 
 NEVER, OFTEN = CheckpointSection(every=10**9), CheckpointSection(every=2.0)

@@ -62,11 +62,11 @@ class Run(Protocol[State]):
     def state_after(self, state: State, action: TryCandidates, decision: Decision) -> State:
         """Return the winner's state after the steps that are kept; `state` if there are none."""
 
-    def checkpoint_round(self, state: State, history: History) -> None:
-        """Save the run, so that a resumed one does not repeat the round."""
+    def start_again(self, action: StartAgain) -> State:
+        """Return the initial state."""
 
-    def start_again(self, action: StartAgain, history: History) -> State:
-        """Return the initial state; `history` has the restart."""
+    def checkpoint_search(self, state: State, history: History) -> None:
+        """Save the run, so that a resumed one does not repeat the round or the restart."""
 
     def train_epoch(self, state: State, action: TrainEpoch) -> tuple[State, EpochLosses]:
         """Train the rest of the epoch on all workers; return the new state and the mean losses.
@@ -79,7 +79,10 @@ class Run(Protocol[State]):
         """Measure the test metrics; only every `evaluate.every_epochs` and after the last."""
 
     def checkpoint_epoch(self, state: State, history: History) -> None:
-        """Record the epoch; save the run every `checkpoint.every_epochs` and after the last."""
+        """Record the epoch; save the run every `checkpoint.every_epochs` and after the last.
+
+        Does not save a state that is not finite: the policy starts again from the initial one.
+        """
 
 
 def run(
@@ -153,13 +156,13 @@ def train(run: Run[State]) -> None:
         while not isinstance(action := run.policy.next(epoch, history), TrainEpoch):
             if isinstance(action, StartAgain):  # the training collapsed: see search/collapse
                 history = history.after_restart(action)
-                state = run.start_again(action, history)
-                continue
-            results = run.pretrain(state, action)
-            decision = run.policy.decide(action, results, history)
-            state = run.state_after(state, action, decision)
-            history = run.estimate_length(state, history.after_round(decision))
-            run.checkpoint_round(state, history)
+                state = run.start_again(action)
+            else:
+                results = run.pretrain(state, action)
+                decision = run.policy.decide(action, results, history)
+                state = run.state_after(state, action, decision)
+                history = run.estimate_length(state, history.after_round(decision))
+            run.checkpoint_search(state, history)
         # Train: all workers together, the rest of the epoch at the decided rates.
         state, losses = run.train_epoch(state, action)
         history = history.after_epoch(losses)

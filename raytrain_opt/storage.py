@@ -40,7 +40,7 @@ _SCHEMES = ("s3", "gs", "az", "azure", "abfs", "abfss")
 # Options of a URI (of obstore) without secrets; any other may be one, as `sig` of Azure is.
 _OPTIONS = {"endpoint", "region", "virtual_hosted_style_request"}
 # A request is repeated after 5xx and lost connections. Short, because checkpoints are repeated as
-# a whole (`CheckpointWriter`), and because Ctrl-C waits for a request of the main thread.
+# a whole (`CheckpointSchedule`), and because Ctrl-C waits for a request of the main thread.
 _RETRIES: Any = {"max_retries": 5, "retry_timeout": timedelta(seconds=60)}
 # A request sends or receives at most 8 MiB before an answer or more data has to follow; the other
 # limit, for all of a request, ends downloads of large checkpoints, so it is generous.

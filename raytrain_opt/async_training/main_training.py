@@ -20,7 +20,7 @@ from raytrain_opt.cluster.connection import answer
 from raytrain_opt.config.schema import TimeoutsSection
 from raytrain_opt.errors import PoolError
 from raytrain_opt.pools.commands import Evaluate, MainTrain, Progress, StateRef
-from raytrain_opt.pools.protocol import IsDue, TrainingOutcome, slowest
+from raytrain_opt.pools.interface import IsDue, TrainingOutcome, slowest
 from raytrain_opt.pools.ray_pool import RayPool
 from raytrain_opt.results import AsyncWorkerMetrics, EvalTotals, Predictions, Split, TrainTotals
 from raytrain_opt.train.learner_config import LearnerConfig

@@ -17,7 +17,7 @@ from raytrain_opt.async_training.worker_loop import AsyncTrainer
 from raytrain_opt.errors import PoolError
 from raytrain_opt.pools.candidates import LearnerHandler
 from raytrain_opt.pools.commands import WORKER_POOL, Command, Evaluate, MainTrain, OnStep, StateRef
-from raytrain_opt.pools.protocol import States
+from raytrain_opt.pools.interface import States
 from raytrain_opt.results import AsyncWorkerMetrics
 from raytrain_opt.train.learner import Learner
 

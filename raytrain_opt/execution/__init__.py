@@ -5,7 +5,7 @@ continues), `workspace` (terminal, signals, run directory, lock), `backend` (whe
 `on_ray` with `start`, or `in_process`), `check` (problems, and facts of data and network),
 `batch_size` (the search), `resolve` (the one value that everything below lives by) and `result`.
 Then `training_run` has the moves that `driver.train` makes, with `progress`, `length`,
-`checkpoint_writer` and `callbacks`.
+`checkpoint_schedule` and `callbacks`.
 
 May import everything below: pools, async_training, report, cluster, recording, terminal, train,
 search, data, models, optim, config; not `commands`, `cli`, `driver`; Ray in `on_ray` and `start`.

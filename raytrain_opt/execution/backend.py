@@ -8,7 +8,7 @@ from typing import Protocol
 from raytrain_opt.config.schema import Job
 from raytrain_opt.execution.resolve import Facts, Placement, Resolved
 from raytrain_opt.execution.workspace import Frontend, Workspace
-from raytrain_opt.pools.protocol import Pools
+from raytrain_opt.pools.interface import Pools
 
 
 class Backend(Protocol):

@@ -12,7 +12,7 @@ from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.execution.check import ChooseThreads, check_job, try_job
 from raytrain_opt.execution.resolve import Facts, Placement, Resolved
 from raytrain_opt.execution.workspace import Frontend, Workspace
-from raytrain_opt.pools.protocol import Pools
+from raytrain_opt.pools.interface import Pools
 from raytrain_opt.threads import choose_threads
 
 if TYPE_CHECKING:

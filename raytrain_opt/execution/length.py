@@ -24,7 +24,7 @@ from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.execution.resolve import Resolved
 from raytrain_opt.optim.epoch_steps import EpochSpan
 from raytrain_opt.pools.commands import MainTrain, StateRef
-from raytrain_opt.pools.protocol import MainTraining
+from raytrain_opt.pools.interface import MainTraining
 from raytrain_opt.recording.recorder import EventLog
 from raytrain_opt.recording.records import EpochRecord
 from raytrain_opt.results import Metric, Steps

@@ -30,8 +30,8 @@ from raytrain_opt.execution.batch_size import search_batch_size
 from raytrain_opt.execution.check import ChooseThreads, check_job, try_job
 from raytrain_opt.execution.resolve import Facts, Placement, Resolved
 from raytrain_opt.execution.workspace import Frontend, Workspace
+from raytrain_opt.pools.interface import Pools
 from raytrain_opt.pools.launcher import environment
-from raytrain_opt.pools.protocol import Pools
 from raytrain_opt.storage import join
 from raytrain_opt.threads import choose_threads, start_thread
 from raytrain_opt.train.learner_config import OBJECT_SECTIONS

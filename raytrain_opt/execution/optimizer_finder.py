@@ -21,7 +21,7 @@ from raytrain_opt.execution.resolve import Placement, Resolved, resolve
 from raytrain_opt.optim.factory import build_optimizer
 from raytrain_opt.optim.update import set_lr
 from raytrain_opt.pools.in_process import in_process_pools, open_learner
-from raytrain_opt.pools.protocol import fetch_initial_state
+from raytrain_opt.pools.interface import fetch_initial_state
 from raytrain_opt.pools.rounds import CandidateTraining
 from raytrain_opt.search.policy import EpochLosses, History, TrainEpoch, TryCandidates
 from raytrain_opt.train.learner import Learner

@@ -15,7 +15,7 @@ from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.data.base import DataFingerprint
 from raytrain_opt.errors import CheckpointError
 from raytrain_opt.pools.commands import MainTrain
-from raytrain_opt.pools.protocol import TrainingOutcome
+from raytrain_opt.pools.interface import TrainingOutcome
 from raytrain_opt.pools.rounds import RoundProgress
 from raytrain_opt.recording.records import EpochRecord, ScheduleRecord
 from raytrain_opt.results import NO_STEPS, EvalTotals, Steps, TrainTotals

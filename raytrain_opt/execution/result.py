@@ -12,11 +12,11 @@ from shlex import quote
 from raytrain_opt.clock import utc_now
 from raytrain_opt.config.section import is_instance
 from raytrain_opt.execution.callbacks import Callbacks
-from raytrain_opt.execution.checkpoint_writer import CheckpointWriter
+from raytrain_opt.execution.checkpoint_schedule import CheckpointSchedule
 from raytrain_opt.execution.resolve import Resolved
 from raytrain_opt.execution.training_run import TrainingRun
 from raytrain_opt.execution.workspace import Workspace
-from raytrain_opt.pools.protocol import Pools
+from raytrain_opt.pools.interface import Pools
 from raytrain_opt.recording.recorder import EventLog, Recorder, versions, write_record
 from raytrain_opt.recording.records import (
     EpochRecord,
@@ -57,7 +57,7 @@ def open_training_run(
     checkpoints.metadata = model_metadata(job.model, job.task, resolved.info, job.seed)
     recorder = Recorder(paths)
     event_log = EventLog(recorder, workspace.terminal.note, workspace.startup.began_s)
-    writer = CheckpointWriter(checkpoints, paths, event_log, job.timeouts.no_progress_s)
+    writer = CheckpointSchedule(checkpoints, paths, event_log, job.timeouts.no_progress_s)
     callbacks = Callbacks(job, paths, event_log)
     run = TrainingRun(resolved, pools, workspace, recorder, writer, event_log, callbacks)
     if resolved.note is not None and run.checkpoints.latest is None:

@@ -1,6 +1,7 @@
 """Which run a job may resume: `resume: auto` finds the unfinished one, others are named.
 
-However a run is resumed, its job is compared with the one that it was started with, here.
+However a run is resumed, its job is compared with the one that it was started with, here. Then
+`training_run` reads the checkpoint.
 """
 
 from __future__ import annotations

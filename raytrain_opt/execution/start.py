@@ -22,10 +22,10 @@ from raytrain_opt.execution.resolve import Placement, Resolved
 from raytrain_opt.execution.workspace import Workspace
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.pools.commands import SLOT_POOL, WORKER_POOL
+from raytrain_opt.pools.interface import Pools, SynchronousTraining
 from raytrain_opt.pools.launcher import PoolLauncher, environment
 from raytrain_opt.pools.mailbox import Mailbox
 from raytrain_opt.pools.programs import ResidentConfig, SynchronousProgram
-from raytrain_opt.pools.protocol import Pools, SynchronousTraining
 from raytrain_opt.pools.ray_pool import ProbingSlot, RayPool
 from raytrain_opt.pools.state_store import RayStateStore
 from raytrain_opt.run_copy import RAY_FOLDER

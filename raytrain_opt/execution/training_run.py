@@ -12,14 +12,14 @@ from raytrain_opt.clock import monotonic_s
 from raytrain_opt.data.base import DataFingerprint
 from raytrain_opt.errors import DivergedError
 from raytrain_opt.execution.callbacks import Callbacks
-from raytrain_opt.execution.checkpoint_writer import CheckpointWriter
+from raytrain_opt.execution.checkpoint_schedule import CheckpointSchedule
 from raytrain_opt.execution.length import Pace, TrainingLength, measure_pace
 from raytrain_opt.execution.progress import EpochMetrics, PartialEpoch, RunProgress, epoch_record
 from raytrain_opt.execution.resolve import Resolved
 from raytrain_opt.execution.resume import job_fields
 from raytrain_opt.execution.workspace import Workspace
 from raytrain_opt.pools.commands import MainTrain, Progress, StateRef
-from raytrain_opt.pools.protocol import Pool, Pools, TrainingOutcome, fetch_initial_state
+from raytrain_opt.pools.interface import Pool, Pools, TrainingOutcome, fetch_initial_state
 from raytrain_opt.pools.rounds import CandidateTraining
 from raytrain_opt.recording.recorder import EventLog, Recorder, write_record
 from raytrain_opt.recording.records import (
@@ -54,7 +54,7 @@ class TrainingRun:
         pools: Pools,
         workspace: Workspace,
         recorder: Recorder,
-        checkpoints: CheckpointWriter,
+        checkpoints: CheckpointSchedule,
         event_log: EventLog,
         callbacks: Callbacks,
     ) -> None:
@@ -156,17 +156,16 @@ class TrainingRun:
         self._write_round(action, decision)
         return kept
 
-    def checkpoint_round(self, state: StateRef, history: History) -> None:
-        self.progress = replace(self.progress, history=history)
-        self._save_partial(state)
-
-    def start_again(self, action: StartAgain, history: History) -> StateRef:
+    def start_again(self, action: StartAgain) -> StateRef:
         assert self._initial is not None
         self.event_log.log("collapsed", action.epoch, f"epoch {action.epoch}: {action.reason}")
         kept = self.progress.kept_samples
-        self.progress = replace(self.progress, history=history)
         self.progress = self.progress.add_samples(search=kept, kept=-kept)
         return self.pools.states.put(f"initial, epoch {action.epoch}", self._initial)
+
+    def checkpoint_search(self, state: StateRef, history: History) -> None:
+        self.progress = replace(self.progress, history=history)
+        self._save_partial(state)
 
     def train_epoch(self, state: StateRef, action: TrainEpoch) -> tuple[StateRef, EpochLosses]:
         """Train the rest of the epoch; the loss is NaN if pre-training was as long as it."""
@@ -305,8 +304,8 @@ class TrainingRun:
             self.callbacks.call("on_epoch", record)
             is_best = self.info.final_size and best_epoch(self.length.records) is record
             is_due = epoch % self.job.checkpoint.every_epochs == 0 or ends
-            if is_due or is_best or self.stop.error is not None:
-                self._save(state, record.score, is_ruined=is_ruined)
+            if not is_ruined and (is_due or is_best or self.stop.error is not None):
+                self._save(state, record.score)
 
     def close(self) -> None:
         self.checkpoints.close()
@@ -420,12 +419,8 @@ class TrainingRun:
             f"{self.paths.shown}. {advice} NaN in the data has the same effect."
         )
 
-    def _save(
-        self, state: StateRef, score: float | None = None, *, is_ruined: bool = False
-    ) -> None:
-        """Begin to save a state; in place of a ruined one the initial one, which follows it."""
-        tensors = self._initial if is_ruined else self.pools.states.get(state)
-        assert tensors is not None
+    def _save(self, state: StateRef, score: float | None = None) -> None:
+        tensors = self.pools.states.get(state)
         with self._measure("checkpoint_wait"):
             self.wait_for_checkpoint()
             states = {} if self._epoch.round is None else self._epoch.round.states

@@ -19,7 +19,7 @@ from raytrain_opt.pools.commands import (
     SendInitialState,
     StateRef,
 )
-from raytrain_opt.pools.protocol import States
+from raytrain_opt.pools.interface import States
 from raytrain_opt.results import EvalTotals, Steps, TrainTotals
 from raytrain_opt.search.policy import Candidate, CandidateResult, TryCandidates
 from raytrain_opt.train.learner import Learner

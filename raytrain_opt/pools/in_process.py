@@ -28,7 +28,7 @@ from raytrain_opt.pools.commands import (
     StateRef,
     to_failure,
 )
-from raytrain_opt.pools.protocol import OnWait, Pools, SynchronousTraining
+from raytrain_opt.pools.interface import OnWait, Pools, SynchronousTraining
 from raytrain_opt.pools.worker import Slot, Worker
 from raytrain_opt.random_state import preserve_random_state
 from raytrain_opt.recording.records import Event

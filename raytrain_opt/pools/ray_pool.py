@@ -29,7 +29,7 @@ from raytrain_opt.pools.commands import (
     StateLost,
     state_in,
 )
-from raytrain_opt.pools.protocol import OnWait
+from raytrain_opt.pools.interface import OnWait
 from raytrain_opt.pools.state_store import RayStateStore
 from raytrain_opt.recording.records import Event
 from raytrain_opt.results import Probe

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from raytrain_opt.errors import PoolError
 from raytrain_opt.pools.commands import CandidatePart, Pretrain, SendCandidateState, StateRef
-from raytrain_opt.pools.protocol import IsDue, Pool, Segments
+from raytrain_opt.pools.interface import IsDue, Pool, Segments
 from raytrain_opt.results import TrainTotals
 from raytrain_opt.search.policy import Candidate, CandidateResult, TryCandidates
 

@@ -20,7 +20,7 @@ from raytrain_opt.pools.commands import (
     OnStep,
     ProbeBatchSize,
 )
-from raytrain_opt.pools.protocol import States
+from raytrain_opt.pools.interface import States
 from raytrain_opt.results import EvalTotals, Probe, Steps
 from raytrain_opt.search.policy import Candidate, TryCandidates
 from raytrain_opt.train.batch_size_probe import measure, open_probe_sampler, probed_training

@@ -80,7 +80,7 @@ class ScriptedRun:
         self.moves.append(Move("state_after", action.epoch, state, (lr,)))
         return f"{state} {action.epoch}:pre@{lr:g}x{action.kept_steps}"
 
-    def start_again(self, action: StartAgain, history: History) -> str:
+    def start_again(self, action: StartAgain) -> str:
         raise NotImplementedError
 
     def train_epoch(self, state: str, action: TrainEpoch) -> tuple[str, EpochLosses]:
@@ -95,8 +95,8 @@ class ScriptedRun:
     def checkpoint_epoch(self, state: str, history: History) -> None:
         self.moves.append(Move("checkpoint_epoch", len(history.epoch_losses), state))
 
-    def checkpoint_round(self, state: str, history: History) -> None:
-        self.moves.append(Move("checkpoint_round", history.decisions[-1].epoch, state))
+    def checkpoint_search(self, state: str, history: History) -> None:
+        self.moves.append(Move("checkpoint_search", history.decisions[-1].epoch, state))
 
     def named(self, name: str) -> list[Move]:
         return [move for move in self.moves if move.name == name]
@@ -120,7 +120,7 @@ def test_an_epoch_is_the_published_sequence_of_moves() -> None:
         Move("initial_state"),
         Move("pretrain", 1, "s", (0.2, 0.1, 0.05)),
         Move("state_after", 1, "s", (0.2,)),
-        Move("checkpoint_round", 1, after_pretraining),
+        Move("checkpoint_search", 1, after_pretraining),
         Move("train_epoch", 1, after_pretraining, (0.2,) * 7),
         Move("evaluate", 1, after_training),
         Move("checkpoint_epoch", 1, after_training),
@@ -135,10 +135,10 @@ def test_a_diverged_round_is_repeated_at_half_the_rate_from_the_same_state() -> 
     assert [(m.name, m.state, m.lrs) for m in run.moves[1:9]] == [
         ("pretrain", "s", (1.6, 0.8, 0.4)),
         ("no winner", "", (0.8,)),
-        ("checkpoint_round", "s", ()),
+        ("checkpoint_search", "s", ()),
         ("pretrain", "s", (0.8, 0.4, 0.2)),
         ("no winner", "", (0.4,)),
-        ("checkpoint_round", "s", ()),
+        ("checkpoint_search", "s", ()),
         ("pretrain", "s", (0.4, 0.2, 0.1)),
         ("state_after", "s", (0.1,)),
     ]

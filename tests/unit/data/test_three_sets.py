@@ -19,7 +19,7 @@ from raytrain_opt.data.image_folder import ImageFolderSource, class_folders
 from raytrain_opt.execution import result as result_module
 from raytrain_opt.execution.training_run import TrainingRun
 from raytrain_opt.pools.commands import StateRef
-from raytrain_opt.pools.protocol import SynchronousTraining
+from raytrain_opt.pools.interface import SynchronousTraining
 from raytrain_opt.report.run_reader import read_run
 from raytrain_opt.report.summary import tiles
 from raytrain_opt.results import EvalTotals, Split

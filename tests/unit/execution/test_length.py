@@ -15,7 +15,7 @@ from raytrain_opt.execution.length import Pace, TrainingLength, epoch_span, lay_
 from raytrain_opt.optim.epoch_steps import EpochSpan, EpochSteps
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.pools.commands import MainTrain, StateRef
-from raytrain_opt.pools.protocol import TrainingOutcome
+from raytrain_opt.pools.interface import TrainingOutcome
 from raytrain_opt.recording.recorder import EventLog, Recorder
 from raytrain_opt.recording.records import EpochRecord
 from raytrain_opt.results import EvalTotals, Split, TrainTotals

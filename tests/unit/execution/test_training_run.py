@@ -27,15 +27,15 @@ from raytrain_opt.config.schema import CheckpointSection
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.driver import open_run, train
 from raytrain_opt.errors import JobError, PoolError, RecordError, StorageError
-from raytrain_opt.execution.checkpoint_writer import Interval
+from raytrain_opt.execution.checkpoint_schedule import Interval
 from raytrain_opt.execution.progress import RunProgress
 from raytrain_opt.execution.signals import Terminated
 from raytrain_opt.execution.training_run import TrainingRun
 from raytrain_opt.paths import RunPaths
-from raytrain_opt.pools import in_process, protocol
+from raytrain_opt.pools import in_process, interface
 from raytrain_opt.pools.commands import Command, MainTrain, Pretrain, Progress
 from raytrain_opt.pools.in_process import InProcessPool, in_process_pools
-from raytrain_opt.pools.protocol import Pools, SynchronousTraining, TrainingOutcome
+from raytrain_opt.pools.interface import Pools, SynchronousTraining, TrainingOutcome
 from raytrain_opt.pools.worker import Slot, Worker
 from raytrain_opt.train.checkpoint import Checkpoints, Point, read_checkpoint, read_index
 from raytrain_opt.train.learner import Learner
@@ -123,18 +123,16 @@ JOBS: dict[str, dict[str, Any]] = {
     },
 }
 MOVES = (
-    "pretrain",
-    "state_after",
-    "checkpoint_round",
-    "start_again",
-    "train_epoch",
-    "evaluate",
-    "checkpoint_epoch",
+    *("pretrain", "state_after", "start_again", "checkpoint_search"),
+    *("train_epoch", "evaluate", "checkpoint_epoch"),
 )
-CHECKPOINTS = ("checkpoint_round", "checkpoint_epoch")
-
-
 IN_EVALUATION = 0
+
+
+class Moves(list[str]):
+    """Names of moves; `first_save`: the position of the first that began a checkpoint."""
+
+    first_save = 10**9
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error of the run
@@ -142,7 +140,7 @@ class Interrupted(Exception):  # noqa: N818 - not an error of the run
 
 
 # Receives the moves of a process so far; True interrupts the process after the last one.
-Interrupt = Callable[[list[str]], bool]
+Interrupt = Callable[[Moves], bool]
 
 
 def never(_moves: list[str]) -> bool:
@@ -153,7 +151,7 @@ def never(_moves: list[str]) -> bool:
 class Process:
     """One execution: its moves until it ended or was interrupted, and its output."""
 
-    moves: list[str]
+    moves: Moves
     output: str = ""
     finished: bool = False
 
@@ -173,7 +171,7 @@ def execute(
     `kill_in`: the process is killed in it; the second number is `checkpoint.every`.
     """
     job = job.model_copy(update={"storage_path": str(folder), "resume": "auto"})
-    process = Process([])
+    process = Process(Moves())
     with (
         redirect_stdout(io.StringIO()) as output,
         pytest.MonkeyPatch.context() as patch,
@@ -241,13 +239,15 @@ def mortal_pools(chance: random.Random, learner: Learner, **options: Any) -> Poo
     return replace(pools, workers=workers, slots=slots, main_training=training)
 
 
-def interrupt_moves(run: TrainingRun, moves: list[str], interrupt: Interrupt) -> None:
+def interrupt_moves(run: TrainingRun, moves: Moves, interrupt: Interrupt) -> None:
     """Count the moves of the run, and ask after each one whether the process ends there."""
 
     def counted(name: str, move: Callable[..., Any]) -> Callable[..., Any]:
         def make(*arguments: Any) -> Any:
-            result = move(*arguments)
+            before, result = run.checkpoints._saved_folder, move(*arguments)
             moves.append(name)
+            if run.checkpoints._saved_folder != before:
+                moves.first_save = min(moves.first_save, len(moves) - 1)
             if interrupt(moves):
                 raise Interrupted
             return result
@@ -278,7 +278,7 @@ def test_a_run_that_is_stopped_by_signals_within_epochs_ends_as_one_that_was_not
 ) -> None:
     """Each process trains a few steps more and saves its step; the second one is evaluating."""
     monkeypatch.setattr(in_process, "_REPORT_EVERY_S", 0.0)
-    monkeypatch.setattr(protocol, "_SEGMENT_S", 0.0)  # a step is a segment
+    monkeypatch.setattr(interface, "_SEGMENT_S", 0.0)  # a step is a segment
     finished, steps = False, []
     for number in [13, IN_EVALUATION, *[13] * 200]:
         if finished := execute(uninterrupted.job, tmp_path, never, stop_in=number).finished:
@@ -384,7 +384,7 @@ def test_a_notice_that_a_node_will_be_taken_away_saves_the_next_segment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(in_process, "_REPORT_EVERY_S", 0.0)
-    monkeypatch.setattr(protocol, "_SEGMENT_S", 0.0)  # a step is a segment
+    monkeypatch.setattr(interface, "_SEGMENT_S", 0.0)  # a step is a segment
     job = tiny_job(tmp_path, **JOBS["schedule"] | {"epochs": 1}, checkpoint={"every": "1h"})
     saved = list[Point]()
     with redirect_stdout(io.StringIO()), open_run(job, in_process=True) as run:
@@ -545,9 +545,8 @@ def test_a_run_that_is_interrupted_after_every_checkpoint_ends_as_one_that_was_n
     finished, kept = False, list[str]()
     for further in [0, 2, 2, 0] * 25:
 
-        def interrupt(moves: list[str], further: int = further) -> bool:
-            saved = [number for number, name in enumerate(moves) if name in CHECKPOINTS]
-            return bool(saved) and len(moves) - 1 == saved[0] + further
+        def interrupt(moves: Moves, further: int = further) -> bool:
+            return len(moves) - 1 == moves.first_save + further
 
         process = execute(uninterrupted.job, tmp_path, interrupt)
         if finished := process.finished:
@@ -590,7 +589,7 @@ def fail_after(epochs: int, fail: Callable[[], None]) -> Interrupt:
     """Interrupt nothing, but call `fail` once, after this many epochs."""
     due = [fail]
 
-    def interrupt(moves: list[str]) -> bool:
+    def interrupt(moves: Moves) -> bool:
         if due and moves.count("checkpoint_epoch") == epochs:
             due.pop()()
         return False

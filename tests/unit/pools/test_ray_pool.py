@@ -35,8 +35,8 @@ from raytrain_opt.pools.commands import (
     SendInitialState,
     StateRef,
 )
+from raytrain_opt.pools.interface import fetch_initial_state
 from raytrain_opt.pools.mailbox import Mailbox
-from raytrain_opt.pools.protocol import fetch_initial_state
 from raytrain_opt.pools.ray_pool import ProbingSlot, RayPool, why_ended
 from raytrain_opt.pools.resident import ResidentMailbox
 from raytrain_opt.pools.state_store import RayStateStore

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from raytrain_opt.pools import protocol
+from raytrain_opt.pools import interface
 from raytrain_opt.pools.commands import MainTrain, MainTrainReply, StateRef
-from raytrain_opt.pools.protocol import SynchronousTraining
+from raytrain_opt.pools.interface import SynchronousTraining
 from raytrain_opt.results import Steps, TrainTotals
 
 STEPS, STEP_S = 1000, 1 / 64
@@ -44,7 +44,7 @@ def train(
     due_s: float = 1e9,
 ) -> tuple[SynchronousTraining, int]:
     """Train an epoch, or until a state is due; return how many steps were made."""
-    monkeypatch.setattr(protocol, "monotonic_s", lambda: workers.now_s)
+    monkeypatch.setattr(interface, "monotonic_s", lambda: workers.now_s)
     training = training or SynchronousTraining(workers)  # type: ignore[arg-type]
     command = MainTrain(StateRef("start", None), 1, Steps(0, (0.1,) * STEPS), until)
     outcome = training.train(command, is_due=lambda: workers.now_s >= due_s)

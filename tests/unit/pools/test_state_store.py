@@ -21,7 +21,7 @@ from raytrain_opt.pools.commands import (
     StateRef,
 )
 from raytrain_opt.pools.in_process import InProcessStates
-from raytrain_opt.pools.protocol import StateStore
+from raytrain_opt.pools.interface import StateStore
 from raytrain_opt.pools.state_store import GroupObjectStore, RayStateStore
 from raytrain_opt.results import Steps, TrainTotals
 from raytrain_opt.search.policy import Candidate, TryCandidates
@@ -168,7 +168,7 @@ def test_workers_have_a_state_all_of_them_or_none(
 def test_every_store_copies_what_is_put_and_keeps_the_last_two_states(
     kind: type[StateStore], objects: Objects
 ) -> None:
-    """The contract of `protocol.StateStore`."""
+    """The contract of `interface.StateStore`."""
     states = kind()
     refs = [states.put(f"epoch {number}", state(number)) for number in range(3)]
     states.keep(refs[2])

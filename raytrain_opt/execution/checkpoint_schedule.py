@@ -51,7 +51,7 @@ class Interval:
         return monotonic_s() - self._began_s >= self._every_s - ahead_s
 
 
-class CheckpointWriter:
+class CheckpointSchedule:
     """Saves one checkpoint at a time beside the training; `limit_s`: of calls and repetitions."""
 
     def __init__(

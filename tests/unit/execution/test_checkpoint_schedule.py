@@ -15,8 +15,8 @@ from torch import nn
 
 from raytrain_opt.config.schema import CheckpointSection
 from raytrain_opt.errors import CheckpointError, DivergedError, StorageError, TakenOverError
-from raytrain_opt.execution import checkpoint_writer
-from raytrain_opt.execution.checkpoint_writer import CheckpointWriter, Interval
+from raytrain_opt.execution import checkpoint_schedule
+from raytrain_opt.execution.checkpoint_schedule import CheckpointSchedule, Interval
 from raytrain_opt.execution.progress import RunProgress
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.recording.recorder import EventLog, Recorder
@@ -43,14 +43,14 @@ EXPIRED = refuse("ExpiredToken", "400 Bad Request")
 
 @pytest.fixture
 def paths(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunPaths]:
-    monkeypatch.setattr(checkpoint_writer, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(checkpoint_schedule, "_FIRST_PAUSE_S", 0.01)
     paths = RunPaths.create(s3.new_uri(), "r")
     s3.applies_to = lambda request: "index.json" in request.path
     yield paths
     remove_tree(paths.local)
 
 
-OpenWriter = Callable[..., CheckpointWriter]
+OpenWriter = Callable[..., CheckpointSchedule]
 
 
 @pytest.fixture
@@ -58,8 +58,8 @@ def open_writer(paths: RunPaths) -> Iterator[OpenWriter]:
     recorder, terminal = Recorder(paths), Terminal(Console(file=io.StringIO()))
     checkpoints = Checkpoints(paths.checkpoints, CheckpointSection())
 
-    def open_with(limit_s: float = 30.0) -> CheckpointWriter:
-        return CheckpointWriter(
+    def open_with(limit_s: float = 30.0) -> CheckpointSchedule:
+        return CheckpointSchedule(
             checkpoints, paths, EventLog(recorder, terminal.note, 0.0), limit_s
         )
 
@@ -78,7 +78,7 @@ def test_a_signal_while_a_checkpoint_is_waited_for_does_not_lose_it(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_writer, "wait", interrupt)
+        patch.setattr(checkpoint_schedule, "wait", interrupt)
         with pytest.raises(KeyboardInterrupt):
             writer.wait()
     threading.Timer(0.2, written.set).start()
@@ -105,7 +105,7 @@ def test_refused_copies_are_repeated_beside_the_training(
 def test_storage_that_refuses_for_long_ends_the_run(
     open_writer: OpenWriter, s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_writer, "monotonic_s", count(0.0, step=10.0).__next__)
+    monkeypatch.setattr(checkpoint_schedule, "monotonic_s", count(0.0, step=10.0).__next__)
     writer = open_writer()
     s3.faults.extend([EXPIRED] * 1000)
     writer.save(state(), RunProgress(next_epoch=2))
@@ -188,7 +188,7 @@ def test_an_interval_of_time_ends_after_any_number_of_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now_s = [100.0]
-    monkeypatch.setattr(checkpoint_writer, "monotonic_s", lambda: now_s[0])
+    monkeypatch.setattr(checkpoint_schedule, "monotonic_s", lambda: now_s[0])
     interval = Interval(CheckpointSection(every="4s"))
     for _ in range(2):
         interval.count(1000)
@@ -208,7 +208,7 @@ def test_a_time_is_over_when_the_checkpoint_before_is_written(
 ) -> None:
     """So a slow storage does not stop the training."""
     now_s = [100.0]
-    monkeypatch.setattr(checkpoint_writer, "monotonic_s", lambda: now_s[0])
+    monkeypatch.setattr(checkpoint_schedule, "monotonic_s", lambda: now_s[0])
     answers = threading.Event()
     s3.faults.append(lambda _: answers.wait(60) and None)
     writer = open_writer()
