@@ -79,10 +79,7 @@ class Run(Protocol[State]):
         """Measure the test metrics; only every `evaluate.every_epochs` and after the last."""
 
     def checkpoint_epoch(self, state: State, history: History) -> None:
-        """Record the epoch; save the run every `checkpoint.every_epochs` and after the last.
-
-        Does not save a state that is not finite: the policy starts again from the initial one.
-        """
+        """Record the epoch; save the run if that is due and the state is finite."""
 
 
 def run(

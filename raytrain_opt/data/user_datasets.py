@@ -13,13 +13,7 @@ from torch.utils.data import IterableDataset, Subset, TensorDataset
 from raytrain_opt.config.data import DatasetData
 from raytrain_opt.config.load import resolve_function
 from raytrain_opt.config.section import Instance, function_name
-from raytrain_opt.data.base import (
-    SourceSplit,
-    channel_axis,
-    column_note,
-    digest,
-    layout_note,
-)
+from raytrain_opt.data.base import SourceSplit, channel_axis, column_note, digest, layout_note
 from raytrain_opt.data.batch_reader import cause
 from raytrain_opt.data.in_memory_sets import DIGEST_BYTES
 from raytrain_opt.data.nesting import leaves, map_leaves

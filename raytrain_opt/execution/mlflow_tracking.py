@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 
@@ -23,6 +24,7 @@ _MAX_VALUE, _MAX_PARAMS, _MAX_METRICS = 500, 100, 1000
 # is asked again after a while, and at the end, for all that it has missed.
 _LIMITS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
 _PAUSE_S = 300.0
+_REFUSED = re.compile(r"[^\w\-. :/]")  # by MLflow, in the name of a metric
 
 
 class MlflowTracking(Callback):
@@ -39,12 +41,9 @@ class MlflowTracking(Callback):
         self._unsent: list[Metric] = []
         self._pause_ends_s = 0.0
         self._client = MlflowClient(tracking_uri=job.tracking.mlflow)
-        experiment = self._client.get_experiment_by_name(job.name)
-        experiment_id = (
-            self._client.create_experiment(job.name)
-            if experiment is None
-            else experiment.experiment_id
-        )
+        client = self._client
+        known = client.get_experiment_by_name(job.name)
+        experiment_id = known.experiment_id if known else client.create_experiment(job.name)
         runs: list[Run] = self._client.search_runs(
             [experiment_id], filter_string=f"tags.`{_RUN_DIR}` = '{name}'", max_results=1
         )
@@ -66,15 +65,17 @@ class MlflowTracking(Callback):
         self._log(record.epoch, values | tested)
 
     def on_end(self, result: ResultRecord | None) -> None:
-        self._send()
-        for name in ("report.html", "result.json"):
-            if result is not None and (path := Path(self.run_dir) / name).exists():
-                self._client.log_artifact(self._run_id, str(path))
-        self._client.set_terminated(self._run_id, "FAILED" if result is None else "FINISHED")
+        try:
+            self._send()
+            for name in ("report.html", "result.json"):
+                if result is not None and (path := Path(self.run_dir) / name).exists():
+                    self._client.log_artifact(self._run_id, str(path))
+        finally:
+            self._client.set_terminated(self._run_id, "FAILED" if result is None else "FINISHED")
 
     def _log(self, epoch: int, values: dict[str, float | None]) -> None:
         now_ms = int(1000 * time.time())
-        known = {name: value for name, value in values.items() if value is not None}
+        known = {_REFUSED.sub("_", name): v for name, v in values.items() if v is not None}
         self._unsent += [Metric(name, value, now_ms, epoch) for name, value in known.items()]
         if monotonic_s() >= self._pause_ends_s:
             self._send()

@@ -1,7 +1,6 @@
 """Which run a job may resume: `resume: auto` finds the unfinished one, others are named.
 
-However a run is resumed, its job is compared with the one that it was started with, here. Then
-`training_run` reads the checkpoint.
+The job is compared here with the one that the run began with; `training_run` restores the state.
 """
 
 from __future__ import annotations

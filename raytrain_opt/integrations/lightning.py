@@ -70,7 +70,8 @@ def from_module(
     train, test = (getattr(source, f"{name}_dataloader")() for name in ("train", "val"))
     refuse([*_unusable("train", train), *_unusable("val", test)], "from_module")
     sets = tuple(collated(loader.dataset, loader.collate_fn) for loader in (train, test))
-    fields["data"] = {"name": sets, "loader_workers": train.num_workers, **fields.get("data", {})}
+    loader = {"loader_workers": train.num_workers, "drop_last": train.drop_last}
+    fields["data"] = {"name": sets, **loader, **fields.get("data", {})}
     defaults: dict[str, Any] = {
         "model": _network(module),
         "task": LightningTask(monitor, mode or "min"),
@@ -135,6 +136,9 @@ class LightningTask:
                 continue
             batches = [of_batch for of_batch in values if of_batch is not None]
             metric, updates = batches[0][0], [u for _, of_batch in batches for u in of_batch]
+            if not updates:  # of a MetricCollection, or made of other metrics
+                rule = f"validation_step logs {name}, a metric that it does not update itself"
+                raise DataError("task", f"{rule}; log the MetricCollection, or each part of a sum")
             computed = compute_metric(metric, updates)
             is_one = len(computed) == 1 and not isinstance(metric, nn.ModuleDict)
             result |= {name: next(iter(computed.values()))} if is_one else computed
@@ -145,6 +149,8 @@ class Network:
     """The part of a module's class that calls its steps, and keeps what they log."""
 
     modules: Callable[[], Iterator[nn.Module]]
+    get_submodule: Callable[[str], nn.Module]
+    kept_in_eval: list[str]  # names
 
     @property
     def current_epoch(self) -> int:
@@ -153,6 +159,13 @@ class Network:
         raise DataError("task", f"{type(self).__name__} {rule}; count steps in a buffer")
 
     global_step = current_epoch
+
+    def train(self, mode: bool = True) -> Any:
+        """Set the mode; as in Lightning, modules that were in eval mode at first stay in it."""
+        super().train(mode)  # type: ignore[misc]
+        for module in map(self.get_submodule, self.kept_in_eval):
+            module.training = False
+        return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call a step, if the first argument names one, else the module's own forward."""
@@ -189,6 +202,8 @@ def _network(module: nn.Module) -> nn.Module:
     network, kind = copy.copy(module), type(module)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     network.__class__ = type(kind.__name__, (Network, kind), names)
+    kept = [name for name, part in module.named_modules() if not part.training]
+    vars(network)["kept_in_eval"] = kept
     return network
 
 
@@ -246,6 +261,7 @@ def _unusable(name: str, loader: Any) -> Iterator[tuple[str, str, str]]:
     elif not isinstance(loader.dataset, IterableDataset):  # which is refused for itself
         inner = getattr(loader.batch_sampler, "sampler", None)
         for sampler in dict.fromkeys((loader.sampler, loader.batch_sampler, inner)):
-            if type(sampler) not in _SAMPLERS:
+            repeats = getattr(sampler, "replacement", False) or getattr(sampler, "_num_samples", 0)
+            if type(sampler) not in _SAMPLERS or repeats:
                 kind = type(sampler).__name__
                 yield name, f"has a {kind}, which nobody here asks", "write data.sampler"

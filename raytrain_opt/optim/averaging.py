@@ -87,9 +87,10 @@ def _update(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     for group in optimizer.param_groups:
         decay = _decay(group)
         group["averaged_updates"] += 1
-        trained = [param for param in group["params"] if param.grad is not None]
+        averaged = {p for p in group["params"] if _OTHER_WEIGHTS in optimizer.state.get(p, ())}
+        trained = [p for p in group["params"] if p.grad is not None or p in averaged]
         for param in trained:
-            if _OTHER_WEIGHTS not in optimizer.state[param]:
+            if param not in averaged:
                 optimizer.state[param][_OTHER_WEIGHTS] = param.detach().clone()
         if trained:
             averages = [optimizer.state[param][_OTHER_WEIGHTS] for param in trained]

@@ -1,9 +1,4 @@
-"""Own machines from `ray up` to `ray down`: real ssh and real Ray, on hosts made of namespaces.
-
-    make test-cluster
-
-The tests run in order.
-"""
+"""Own machines from `ray up` to `ray down`, in this order: `make test-cluster`, on namespaces."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Python imports this at its start: it adapts torch and the package to the null CUDA device.
 
-Always: torch does not use cuDNN, which would need the real driver.
-
-With NULL_GPU_NUMBERS=1: kernels compute nothing, so predictions are no probabilities. Such numbers
-end a run, as they should. Here they are left out.
+Torch does not use cuDNN, which would need the real driver. With NULL_GPU_NUMBERS=1: predictions
+are no probabilities, since kernels compute nothing, and would end a run; they are left out.
 """
 
 from __future__ import annotations

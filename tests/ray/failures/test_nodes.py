@@ -2,8 +2,7 @@
 
 Every node here is a separate raylet on this machine: its processes, its part of the object
 store and its resources end with it. The driver is on the head node, which takes no workers.
-Residents compute nothing (`tests.support.echo`); that fewer workers compute the same update is
-tested in tests/multiprocess.
+Residents compute nothing (`tests.support.echo`); tests/multiprocess has updates of fewer workers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Processes that die, hang or raise, on a real Ray: who is restarted, who is named, what is left.
 
-Residents compute nothing here, so that they start without torch (`tests.support.echo_pools`). That
-a command which is repeated from the same state gives the same bits is tested in one process, for
-every command (tests/unit/execution/test_training_run.py), and once with real ones on Ray
-(tests/ray/runs/test_main_job.py).
+Residents compute nothing here, so that they start without torch (`tests.support.echo_pools`). The
+same bits after a repeated command: tests/unit/execution/test_training_run.py, and on Ray once.
 """
 
 from __future__ import annotations

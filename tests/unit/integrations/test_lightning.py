@@ -11,7 +11,7 @@ import lightning
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
 from torchmetrics import MetricCollection
 from torchmetrics.classification import BinaryF1Score, BinaryRecall
 from torchmetrics.functional.classification import multiclass_f1_score
@@ -105,6 +105,15 @@ def small_job(tmp_path: Path, module: Any = None, data: Any = None, **fields: An
 
 
 @pytest.mark.usefixtures("without_plots")
+def test_what_is_in_eval_mode_stays_in_it_as_in_lightning(tmp_path: Path) -> None:
+    given: Any = Small()
+    given.layer = torch.nn.Sequential(torch.nn.BatchNorm1d(1).eval(), given.layer)
+    result = run(small_job(tmp_path, given), in_process=True)
+    trained: Any = load_model(result.run_dir, model=given).network
+    assert trained.layer[0].running_mean == 0
+
+
+@pytest.mark.usefixtures("without_plots")
 @pytest.mark.parametrize("batch_size", [3, 100])
 def test_means_and_collections_are_those_of_the_whole_set(tmp_path: Path, batch_size: int) -> None:
     evaluate = {"batch_size_per_worker": batch_size}
@@ -145,6 +154,12 @@ def manual() -> Any:
     return module
 
 
+def logs_a_member(module: Any, batch: Any) -> Any:
+    module.scores.update(batch[1].float(), batch[1])
+    module.log("f1", module.scores["BinaryF1Score"])
+    return batch[0].mean()
+
+
 WEIGHTED = {"sampler": WeightedRandomSampler([1.0] * 50, 50)}
 
 
@@ -152,26 +167,18 @@ WEIGHTED = {"sampler": WeightedRandomSampler([1.0] * 50, 50)}
     ("make", "message"),
     [
         (lambda p: small_job(p, manual()), "automatic_optimization: manual optimization makes"),
-        (
-            lambda p: small_job(p, with_attributes(on_train_epoch_end=print)),
-            "on_train_epoch_end: is a hook of Lightning's Trainer",
-        ),
-        (
-            lambda p: small_job(p, with_attributes(configure_callbacks=list)),
-            "configure_callbacks: is a hook .*field of the job",
-        ),
+        (lambda p: small_job(p, with_attributes(on_train_epoch_end=print)),
+         "on_train_epoch_end: is a hook of Lightning's Trainer"),
+        (lambda p: small_job(p, with_attributes(configure_callbacks=list)),
+         "configure_callbacks: is a hook .*field of the job"),
         (lambda p: small_job(p, torch.nn.Linear(1, 1)), "Linear is none of LightningModule"),
         (lambda p: small_job(p, monitor="val_mae"), "mode: says which values of val_mae are bett"),
-        (
-            lambda p: small_job(p, data=Numbers(**WEIGHTED)),
-            "train_dataloader: has a WeightedRandomSampler.*data.sampler",
-        ),
-        (
-            lambda p: small_job(p, with_attributes(), type(
-                "Two", (Numbers,), {"val_dataloader": lambda self: [1, 2]}
-            )()),
-            "val_dataloader: returns list; return one torch DataLoader",
-        ),
+        (lambda p: small_job(p, data=Numbers(**WEIGHTED)), "has a WeightedRandomSampler.*data.sa"),
+        (lambda p: small_job(p, data=Numbers(sampler=RandomSampler(range(50), num_samples=9))),
+         "train_dataloader: has a RandomSampler"),
+        (lambda p: small_job(p, with_attributes(), type(
+            "Two", (Numbers,), {"val_dataloader": lambda self: [1, 2]})()),
+         "val_dataloader: returns list; return one torch DataLoader"),
     ],
 )  # fmt: skip
 def test_what_would_be_ignored_is_refused_by_name(
@@ -187,6 +194,10 @@ def test_what_would_be_ignored_is_refused_by_name(
         (lambda self, _: self.log("acc", 1.0), "returns no loss and logs none"),
         (lambda self, _: self.log_dict({"a_loss": 1.0, "b_loss": 2.0}), "logs a_loss and b_loss"),
         (lambda self, _: self.log("a", 1.0, reduce_fx="max"), r"self.log\('a'\) has reduce_fx"),
+        (
+            lambda self, batch: logs_a_member(self, batch),
+            "logs f1, a metric that it does not update",
+        ),
         (lambda self, _: self.global_step, "Changed uses current_epoch or global_step"),
         (lambda self, _: self.trainer.datamodule, "Small is not attached to a `Trainer`|Changed"),
     ],
