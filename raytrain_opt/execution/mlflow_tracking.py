@@ -41,9 +41,8 @@ class MlflowTracking(Callback):
         self._unsent: list[Metric] = []
         self._pause_ends_s = 0.0
         self._client = MlflowClient(tracking_uri=job.tracking.mlflow)
-        client = self._client
-        known = client.get_experiment_by_name(job.name)
-        experiment_id = known.experiment_id if known else client.create_experiment(job.name)
+        known = self._client.get_experiment_by_name(job.name)
+        experiment_id = known.experiment_id if known else self._client.create_experiment(job.name)
         runs: list[Run] = self._client.search_runs(
             [experiment_id], filter_string=f"tags.`{_RUN_DIR}` = '{name}'", max_results=1
         )

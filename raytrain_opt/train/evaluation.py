@@ -61,7 +61,7 @@ def evaluate(
         batch_size = min(batch_size, _size_for_means(size))
     total = math.ceil(size / (world_size * batch_size))
     records = split == "test" and isinstance(task, Classification)
-    recorder = PredictionRecorder(model) if records else None
+    recorder = PredictionRecorder(model, data.info.preprocessing) if records else None
     for done, batch in enumerate(data.eval_batches(split, rank, world_size, batch_size)):
         on_step(done, total)
         learner.seed(f"{split} {rank} {done}")
@@ -147,13 +147,13 @@ def add_ranks(task: Task, part: EvalTotals, device: torch.device) -> EvalTotals:
 class PredictionRecorder(nn.Module):
     """A classifier that remembers its predictions, on the device, in place of the model."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, preprocessing: Preprocessing | None) -> None:
         super().__init__()
-        self._model = model
+        self._model, self._is_image = model, preprocessing is not None and preprocessing.is_image
         self._pairs: list[Tensor] = []  # [batch, 2]: label and predicted class
         self._samples = 0
         self._indices: list[int] = []  # in the test set, where unreadable samples are left out
-        # Confidence, position in the split and input of the most confident mistakes.
+        # Confidence, position in the split and image (else label) of the most confident mistakes.
         self._worst: tuple[Tensor, ...] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -163,14 +163,14 @@ class PredictionRecorder(nn.Module):
 
     def add(self, batch: Batch) -> None:
         classes = self._output.argmax(dim=1)
-        confidences = self._output.float().softmax(dim=1).amax(dim=1)
         # A loss of the user's own may be finite where an output is not.
-        confidences = confidences.nan_to_num()
+        confidences = self._output.float().softmax(dim=1).amax(dim=1).nan_to_num()
         self._pairs.append(torch.stack([batch.y, classes], dim=1))
         # Of a correct prediction -1, so that it comes after every mistake.
         scores = confidences.where(classes != batch.y, -1.0)
         scores, rows = scores.topk(min(MAX_MISTAKES, len(scores)))
-        worst: tuple[Tensor, ...] = (scores, rows + self._samples, batch.x[rows])
+        inputs = batch.x if self._is_image else batch.y  # padded texts differ in length
+        worst: tuple[Tensor, ...] = (scores, rows + self._samples, inputs[rows])
         if self._worst is not None:
             worst = tuple(torch.cat(pair) for pair in zip(self._worst, worst, strict=True))
         best = worst[0].topk(min(MAX_MISTAKES, len(worst[0]))).indices

@@ -134,9 +134,10 @@ class TrainedModel(ModelDescription):
             shape = (*shape[1:], shape[0])
         arrays = [self._image(sample) if is_image else np.asarray(sample) for sample in samples]
         if is_image:  # channels first, where that can be told
-            arrays = [a[..., None] if (*a.shape, 1) == shape else a for a in arrays]
-            first = self.sample_shape
-            arrays = [a.transpose(1, 2, 0) if shape != a.shape == first else a for a in arrays]
+            arrays = [
+                a.transpose(1, 2, 0) if shape != a.shape == self.sample_shape else a
+                for a in arrays
+            ]
         for array in arrays:
             if array.shape != shape or (is_image and array.dtype != np.uint8):
                 kind = "uint8 " if is_image else ""

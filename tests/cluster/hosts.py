@@ -1,8 +1,7 @@
 """Hosts simulated on one machine: each has its own network, processes, name, home, /tmp and sshd.
 
 They are Linux namespaces and need root. They reach each other, and nothing else, over a bridge in
-a namespace of its own, at 10.77.0.0/24. They see the machine's files at the same paths; what they
-write to the home or to /tmp stays theirs. One folder is shared by all.
+a namespace of its own, at 10.77.0.0/24. What they write to the home or to /tmp stays theirs.
 """
 
 from __future__ import annotations

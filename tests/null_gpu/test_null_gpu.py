@@ -3,8 +3,7 @@
     make test-null-gpu
 
 It shows exceptions, waits for the device, memory that is not given back, and what Ray makes of one
-GPU. It shows no number, no time, and nothing of cuDNN, Inductor or NCCL between two ranks. A new
-version of torch may need another function in special.cpp.
+GPU. A new version of torch may need another function in special.cpp.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@
         run(job)
 
 Each fault happens once, also if its process is restarted. Commands with faults:
-
     python -m tests.support.faults '[{"role": "worker", ...}]' run jobs/quickstart.yaml
 """
 

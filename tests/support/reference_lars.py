@@ -1,8 +1,7 @@
 """The formula of LARS taken literally, one layer after another: slow, and easy to check.
 
 See raytrain_opt/optim/large_batch.py for the notation. As in most public implementations, the
-norms are read as Python numbers, so every layer waits for the device. Used by tests and by
-benchmarks/optimizer_step.py.
+norms are read as Python numbers, so every layer waits for the device.
 """
 
 from __future__ import annotations

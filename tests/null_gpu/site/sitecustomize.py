@@ -1,7 +1,6 @@
 """Python imports this at its start: it adapts torch and the package to the null CUDA device.
 
-Torch does not use cuDNN, which would need the real driver. With NULL_GPU_NUMBERS=1: predictions
-are no probabilities, since kernels compute nothing, and would end a run; they are left out.
+Without cuDNN. With NULL_GPU_NUMBERS=1, numbers that would end a run are left out.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Every node here is a separate raylet on this machine: its processes, its part of the object
 store and its resources end with it. The driver is on the head node, which takes no workers.
-Residents compute nothing (`tests.support.echo`); tests/multiprocess has updates of fewer workers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Processes that die, hang or raise, on a real Ray: who is restarted, who is named, what is left.
 
-Residents compute nothing here, so that they start without torch (`tests.support.echo_pools`). The
-same bits after a repeated command: tests/unit/execution/test_training_run.py, and on Ray once.
+Residents compute nothing here, so that they start without torch (`tests.support.echo_pools`).
 """
 
 from __future__ import annotations

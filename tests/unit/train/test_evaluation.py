@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from raytrain_opt.data.base import Batch
 from raytrain_opt.results import MAX_MISTAKES, Predictions, Steps
 from raytrain_opt.train.evaluation import PredictionRecorder
 from raytrain_opt.train.learner import Learner
@@ -133,12 +134,18 @@ def test_the_predictions_of_all_ranks_are_those_of_the_network(world_size: int) 
 def test_a_confidence_that_is_not_finite_counts_as_none() -> None:
     trained = learner()
     [batch] = trained.data.eval_batches("test", 0, 1, 100)
-    recorder = PredictionRecorder(nn.Flatten())
+    recorder = PredictionRecorder(nn.Flatten(), trained.data.info.preprocessing)
     recorder(torch.full((batch.size, CLASSES), math.nan))
     recorder.add(batch)
     predictions = recorder.result(trained.data)
     assert predictions is not None
     assert [mistake.confidence for mistake in predictions.mistakes] == [0] * MAX_MISTAKES
+
+
+def test_texts_of_batches_may_be_padded_to_different_lengths() -> None:
+    recorder = PredictionRecorder(nn.Flatten(), None)
+    for length in (5, 6):
+        recorder.add(Batch(recorder(torch.eye(5, length)), torch.zeros(5, dtype=torch.int64)))
 
 
 def test_evaluation_changes_nothing() -> None:
