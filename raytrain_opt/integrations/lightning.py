@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -202,8 +202,7 @@ def _network(module: nn.Module) -> nn.Module:
     network, kind = copy.copy(module), type(module)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     network.__class__ = type(kind.__name__, (Network, kind), names)
-    kept = [name for name, part in module.named_modules() if not part.training]
-    vars(network)["kept_in_eval"] = kept
+    vars(network)["kept_in_eval"] = [n for n, part in module.named_modules() if not part.training]
     return network
 
 
@@ -261,7 +260,8 @@ def _unusable(name: str, loader: Any) -> Iterator[tuple[str, str, str]]:
     elif not isinstance(loader.dataset, IterableDataset):  # which is refused for itself
         inner = getattr(loader.batch_sampler, "sampler", None)
         for sampler in dict.fromkeys((loader.sampler, loader.batch_sampler, inner)):
-            repeats = getattr(sampler, "replacement", False) or getattr(sampler, "_num_samples", 0)
+            draws = getattr(sampler, "num_samples", size := len(cast(Sized, loader.dataset)))
+            repeats = getattr(sampler, "replacement", False) or draws != size
             if type(sampler) not in _SAMPLERS or repeats:
                 kind = type(sampler).__name__
                 yield name, f"has a {kind}, which nobody here asks", "write data.sampler"

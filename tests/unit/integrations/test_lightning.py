@@ -105,12 +105,12 @@ def small_job(tmp_path: Path, module: Any = None, data: Any = None, **fields: An
 
 
 @pytest.mark.usefixtures("without_plots")
-def test_what_is_in_eval_mode_stays_in_it_as_in_lightning(tmp_path: Path) -> None:
+def test_eval_mode_and_drop_last_stay_as_in_lightning(tmp_path: Path) -> None:
     given: Any = Small()
     given.layer = torch.nn.Sequential(torch.nn.BatchNorm1d(1).eval(), given.layer)
-    result = run(small_job(tmp_path, given), in_process=True)
+    result = run(job := small_job(tmp_path, given), in_process=True)
     trained: Any = load_model(result.run_dir, model=given).network
-    assert trained.layer[0].running_mean == 0
+    assert (trained.layer[0].running_mean, job.data.drop_last) == (0, False)
 
 
 @pytest.mark.usefixtures("without_plots")
